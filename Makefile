@@ -34,7 +34,9 @@ try-%:
 
 # Long runs, and those that need a quiet machine. Other versions: make test-torch, test-frameworks, test-wheel.
 nightly: compiled
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly or alone" --ignore tests/triton_ready
+	@echo "measurements, one at a time:"
+	$(BIN)/python -m pytest -m alone --ignore tests/triton_ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not alone" --ignore tests/triton_ready
 	$(MAKE) test-triton
 	$(MAKE) soak
 
@@ -54,6 +56,7 @@ docs: .venv/.installed
 # Compile once, so that two test workers do not compile the same code.
 compiled: build/.compiled
 build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
+	@echo "compiling the kernels of CPUs, once:"
 	nice -n 19 $(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 
@@ -125,8 +128,8 @@ test-wheel: wheel
 # How large the code is, what makes it hard to read (with the places: add `--list`), and what a step runs (with the
 # functions: add `--show`).
 figures: .venv/.installed
-	$(BIN)/python tests/house_figures.py
-	$(BIN)/python tests/trace_step.py
+	$(BIN)/python scripts/house_figures.py
+	$(BIN)/python scripts/trace_step.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
@@ -152,6 +155,7 @@ elastic-faults: .venv/.installed
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev
 .venv/.demo .venv/.installed: pyproject.toml constraints.txt
+	@echo "installing thinwire[$(EXTRA)] into .venv:"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRA)]'
 	touch $@

@@ -8,6 +8,7 @@ ratios. Of those that average models every so many steps a turn is that many, an
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -27,21 +28,36 @@ from torch.optim import SGD, Optimizer
 import peers
 import plots
 import thinwire
+import timeline
 import whole_steps
-from in_lab import UNSHAPED
+from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import page, save, save_json
 from progress import Kept
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT
 from torchft_diloco import OUTER_LR, OUTER_MOMENTUM, fragments, torchft_diloco
 from turns import UNTIMED_STEPS
-from whole_steps import ALL_SIZES, BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch, Runs, Setting, loss_of
+from whole_steps import (
+    ALL_SIZES,
+    BATCH,
+    COMPUTE_ONLY,
+    EVERY_STEPS,
+    FIRST_BUCKET,
+    FORWARD,
+    IN_STEP,
+    OVERLAPPED,
+    Batch,
+    Runs,
+    Setting,
+    loss_of,
+)
 
 EXACT = "PyTorch exact"
 BASELINE = "PyTorch fp16 hook"
 EPFML = "epfml PowerSGD 4"
 # Over slow links, more of what is sent in few bits can be sent before the backward pass ends.
 SMALL_BUCKET_MB = 4
+OVERLAPPED_STEPS = 30  # of a turn: its last one has no forward pass behind it
 RATES = ("100mbit", "1gbit", UNSHAPED)
 MIX = 0.5
 KEPT = Kept("network")
@@ -75,10 +91,43 @@ class Synced(whole_steps.Trainer):
 class Alone(Synced):
     """Sends nothing."""
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> float | None:
         with self.model.no_sync():
             torch.autograd.backward(loss_of(self.model, batch))
         self.update()
+        return None
+
+
+class FirstBucket(Synced):
+    """Sends nothing; what counts is the time until DDP has filled its first bucket."""
+
+    bucket_cap_mb = SMALL_BUCKET_MB
+
+    def attach(self) -> None:
+        self.model.register_comm_hook(self, note_bucket)
+
+    def step(self, batch: Batch) -> float | None:
+        self.first: float | None = None
+        start = time.perf_counter()
+        super().step(batch)
+        assert self.first is not None
+        return 1e3 * (self.first - start)
+
+
+def note_bucket(trainer, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations
+    trainer.first = trainer.first or time.perf_counter()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class Forward(Alone):
+    """Sends nothing; what counts is the forward pass."""
+
+    def step(self, batch: Batch) -> float | None:
+        start = time.perf_counter()
+        loss_of(self.model, batch)
+        return 1e3 * (time.perf_counter() - start)
 
 
 class InStep(Alone):
@@ -145,6 +194,25 @@ def ours(
     return Ours
 
 
+def overlapped(algorithm: Algorithm) -> NewTrainer:
+    class Overlapped(Synced):
+        bucket_cap_mb = SMALL_BUCKET_MB
+        period_steps = OVERLAPPED_STEPS
+
+        def attach(self) -> None:
+            self.sync = thinwire.overlap_forward(self.model, algorithm, self.optimizer)
+            self.steps = 0
+
+        def step(self, batch: Batch) -> float | None:
+            super().step(batch)
+            self.steps += 1
+            if self.steps % self.period_steps == 0:  # so that a turn has all that it sends
+                self.sync.flush()
+            return None
+
+    return Overlapped
+
+
 def local(averaging: Averaging) -> NewTrainer:
     return lambda network: Local(network, averaging)
 
@@ -184,6 +252,8 @@ def few_entries(model: nn.Module, optimizer: Optimizer) -> thinwire.LocalSGD:
 
 CONTENDERS: dict[str, NewTrainer] = {
     COMPUTE_ONLY: Alone,
+    FORWARD: Forward,
+    FIRST_BUCKET: FirstBucket,
     IN_STEP: InStep,
     EXACT: Synced,
     BASELINE: StockCast,
@@ -205,6 +275,10 @@ CONTENDERS: dict[str, NewTrainer] = {
             ("buckets of 16 MB", 16, (2,)),
         )
         for bits in some_bits
+    },
+    **{
+        f"Quantize(bits={bits}), small buckets, {OVERLAPPED}": overlapped(thinwire.Quantize(bits=bits))
+        for bits in (4, 2)
     },
     # Of hosts of several processes: each sends by itself.
     'Cast("bf16"), flat': ours(thinwire.Cast("bf16"), machines=False),
@@ -229,6 +303,14 @@ def work(arguments: argparse.Namespace) -> NoReturn:
         name: CONTENDERS[name](new_network(arguments.size).to(arguments.device))
         for name in arguments.contenders
     }
+    if arguments.timeline:
+        draw = whole_steps.batches(arguments.size)
+        pictures = {
+            name: timeline.take(trainer, draw, arguments.setting) for name, trainer in trainers.items()
+        }
+        of_hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_hosts, {name: asdict(picture) for name, picture in pictures.items()})
+        leave_job(of_hosts, arguments.work)
     whole_steps.take_part(arguments, trainers, KEPT, UNTIMED_STEPS)
 
 
@@ -238,11 +320,15 @@ def main() -> None:
     parser.add_argument("--processes-per-machine", type=int, default=1)
     parser.add_argument("--latency", default="0ms", help="a round trip between hosts, such as 20ms")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="all hosts share one GPU")
+    parser.add_argument("--timeline", action="store_true", help="draw one step of each contender instead")
     arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments)
-    chosen = (COMPUTE_ONLY, BASELINE, *(arguments.contenders or CONTENDERS))
+    chosen = (COMPUTE_ONLY, FORWARD, FIRST_BUCKET, BASELINE, *(arguments.contenders or CONTENDERS))
     names = [name for name in CONTENDERS if name in chosen]
+    if arguments.timeline:
+        draw_timelines(arguments, arguments.contenders or ["Quantize(bits=4), small buckets"])
+        return
     if find_spec("torchft") is None:
         print("SKIPPED: torchft is not installed, so it is not measured")
         names = [name for name in names if not name.startswith("torchft")]
@@ -265,6 +351,30 @@ def main() -> None:
                 gpu = "" if arguments.device == "cpu" else "-gpu"
                 compare(runs, settings, f"{hosts}-hosts{several}{late}{gpu}")
     KEPT.finish()
+
+
+def draw_timelines(arguments: argparse.Namespace, names: list[str]) -> None:
+    """Write a page that shows one step of each contender, host by host."""
+    sections = []
+    for rate in arguments.rates:
+        script = [
+            __file__,
+            "--timeline",
+            f"--setting={rate}",
+            f"--size={arguments.size}",
+            "--contenders",
+            *names,
+        ]
+        found = run_in_lab(arguments.hosts[0], rate, script, latency=arguments.latency)
+        sections.append(f"## {rate}, round trips of {arguments.latency}")
+        for name in names:
+            pictures = {
+                f"host {rank}": timeline.Picture(**of_host[name]) for rank, of_host in enumerate(found)
+            }
+            file_name = f"{rate}-{arguments.latency}-{name.partition(')')[0].partition('=')[2]}-bits"
+            picture = timeline.drawn(pictures, f"{name}, {rate}", "timeline", file_name)
+            sections += [timeline.section(name, pictures), f"![a step]({picture})"]
+    print(save(page("Where the time of a step goes", timeline.EXPLANATION, *sections), "timeline"))
 
 
 def compare(runs: Runs, settings: list[Setting], name: str) -> None:

@@ -88,21 +88,21 @@ class StackedGPT:
         hidden = (F.embedding(inputs + self._table_offsets, table) + positions).flatten(1, 2)
         for layer in range(self.config.layers):
             block = f"blocks.{layer}."
-            normed = _normed(weights, f"{block}attention_norm", hidden)
-            qkv = _linear(weights, f"{block}attention.queries_keys_values", normed)
+            normed = _normed(weights, f"{block}norm1", hidden)
+            qkv = _linear(weights, f"{block}self_attn.in_proj_", normed)
             split = qkv.view(models * batch, length, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
             mixed = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
             mixed = mixed.transpose(1, 2).reshape(models, batch * length, width)
-            hidden = hidden + _linear(weights, f"{block}attention.out", mixed)
-            normed = _normed(weights, f"{block}network_norm", hidden)
-            wide = F.gelu(_linear(weights, f"{block}network.up", normed))
-            hidden = hidden + _linear(weights, f"{block}network.out", wide)
+            hidden = hidden + _linear(weights, f"{block}self_attn.out_proj.", mixed)
+            normed = _normed(weights, f"{block}norm2", hidden)
+            wide = F.gelu(_linear(weights, f"{block}linear1.", normed))
+            hidden = hidden + _linear(weights, f"{block}linear2.", wide)
         return torch.bmm(_normed(weights, "norm", hidden), weights["head.weight"].transpose(1, 2))
 
 
 def _linear(weights: Mapping[str, Tensor], name: str, inputs: Tensor) -> Tensor:
-    bias = weights[f"{name}.bias"].unsqueeze(1)
-    return torch.baddbmm(bias, inputs, weights[f"{name}.weight"].transpose(1, 2))
+    bias = weights[f"{name}bias"].unsqueeze(1)
+    return torch.baddbmm(bias, inputs, weights[f"{name}weight"].transpose(1, 2))
 
 
 def _normed(weights: Mapping[str, Tensor], name: str, inputs: Tensor) -> Tensor:

@@ -29,11 +29,12 @@ class Contender(Generic[Batch]):
     """A way to train.
 
     Attributes:
-        step: Takes one step; its argument is drawn before the clock starts.
+        step: Takes one step; its argument is drawn before the clock starts. It may return the milliseconds
+            that count in place of those of the whole step.
         period_steps: Steps after which what it does begins again. A turn is that many, or several such.
     """
 
-    step: Callable[[Batch], None]
+    step: Callable[[Batch], float | None]
     period_steps: int = 1
 
 
@@ -112,8 +113,9 @@ def take_turns(
             for _ in range(num_steps):
                 drawn = draw()
                 start = time.perf_counter()
-                contender.step(drawn)
-                took_ms.append(1e3 * (time.perf_counter() - start))
+                counted_ms = contender.step(drawn)
+                whole_ms = 1e3 * (time.perf_counter() - start)
+                took_ms.append(whole_ms if counted_ms is None else counted_ms)
             # The first turn is each start's own.
             if number:
                 turn = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from in_lab import leave_job, run_in_lab
+from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import markdown_table
 from progress import Kept, Progress
 from thinwire.demo.model import GPT, SIZES, GPTConfig, next_byte_loss, sample_batch
+from thinwire.lab import BITS, number_with_unit
 from trainings import text
 from turns import Contender, Measured, take_turns, turns_done
 
@@ -28,6 +29,10 @@ ALL_SIZES = SIZES | {
 BATCH = 4
 COMPUTE_ONLY = "compute only"
 IN_STEP = "compute only, in step"
+# Parts of a step that sends nothing: before them a link can't have been busy.
+FORWARD, FIRST_BUCKET = "forward pass", "until the first bucket"
+SILENT = (COMPUTE_ONLY, IN_STEP, FORWARD, FIRST_BUCKET)
+OVERLAPPED = "overlapped"  # in the names of those that send during the next forward pass, too
 # DiLoCo's, ours and torchft's.
 EVERY_STEPS = 30
 
@@ -45,9 +50,10 @@ class Trainer:
     model: nn.Module
     optimizer: Optimizer
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> float | None:
         torch.autograd.backward(loss_of(self.model, batch))
         self.update()
+        return None
 
     def update(self) -> None:
         self.optimizer.step()
@@ -99,15 +105,20 @@ def start_work() -> None:
     torch.set_num_threads(1)
 
 
+def batches(size: str) -> Callable[[], Batch]:
+    """Return what draws this process's next batch."""
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    length = ALL_SIZES[size].context_length
+    return lambda: sample_batch(text().train, batch_size=BATCH, context_length=length, generator=draws)
+
+
 def take_part(
     arguments: argparse.Namespace, trainers: Mapping[str, Trainer], kept: Kept, untimed_steps: int
 ) -> NoReturn:
     """On each host: time contenders in turns; the first process tells what was found."""
-    draws = torch.Generator().manual_seed(dist.get_rank())
-    length = ALL_SIZES[arguments.size].context_length
     found = take_turns(
         {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
-        lambda: sample_batch(text().train, batch_size=BATCH, context_length=length, generator=draws),
+        batches(arguments.size),
         rounds=arguments.rounds,
         steps=arguments.steps,
         kept=kept,
@@ -175,7 +186,7 @@ class Runs:
         for name, result in results.items():
             sends_whole = result.sent_bytes > exact_bytes / 3
             assert sends_whole == (name in self._whole), f"{name}: {result.sent_bytes} bytes of {exact_bytes}"
-            assert result.sent_bytes or name in (COMPUTE_ONLY, IN_STEP), f"{name} sent nothing"
+            assert result.sent_bytes or name in SILENT, f"{name} sent nothing"
         return results
 
     def compared(
@@ -187,12 +198,26 @@ class Runs:
             results = by_rate[setting.rate] = self.measured(setting)
             others = 100 * median(share for each in results.values() for share in each.others_share)
             busy = f"Other processes took {others:.0f} % of the processors meanwhile, median of all turns."
-            sections.append(f"## {setting}\n\n{table(results, baseline, called)}\n\n{busy}")
+            sections.append(f"## {setting}\n\n{table(results, baseline, called, setting.rate)}\n\n{busy}")
             print(sections[-1], flush=True)
         return sections, by_rate
 
 
-def table(results: Mapping[str, Measured], baseline: str, called: str) -> str:
+def bound_ms(name: str, results: Mapping[str, Measured], rate: str) -> float | None:
+    """Return what a step takes at least if its bytes are on the link from its first bucket on.
+
+    If a step must have all gradients before it ends, the forward pass comes before those; else only the part
+    of the backward pass does that makes the first bucket. None if it was not measured, or nothing is sent.
+    """
+    if FIRST_BUCKET not in results or rate == UNSHAPED or name in SILENT:
+        return None
+    first, forward = (median(results[part].step_ms) for part in (FIRST_BUCKET, FORWARD))
+    before = first - forward if name.endswith(OVERLAPPED) else first
+    sending = 8e3 * results[name].sent_bytes / number_with_unit(rate, BITS, 1, 1e12, "a rate")
+    return max(before + sending, median(results[COMPUTE_ONLY].step_ms))
+
+
+def table(results: Mapping[str, Measured], baseline: str, called: str, rate: str) -> str:
     alone, compared = median(results[COMPUTE_ONLY].step_ms), results[baseline]
     rows = []
     for name, result in results.items():
@@ -200,6 +225,11 @@ def table(results: Mapping[str, Measured], baseline: str, called: str) -> str:
         fewer = f"{compared.sent_bytes / sent:.1f}" if sent > compared.sent_bytes / 1e3 else ""
         faster = f"{median(compared.step_ms) / ms:.2f}"
         least = f"{min(result.step_ms):.0f}"
-        rows.append([name, f"{ms:.0f}", least, f"{ms / alone:.2f}", faster, f"{sent / 1e6:.3f}", fewer])
-    header = ["", "ms per step, median", "minimum", "× compute only", f"faster than {called}"]
+        bound = bound_ms(name, results, rate)
+        bounds = ["", ""] if bound is None else [f"{bound:.0f}", f"{ms / bound:.2f}"]
+        rows.append(
+            [name, f"{ms:.0f}", least, f"{ms / alone:.2f}", *bounds, faster, f"{sent / 1e6:.3f}", fewer]
+        )
+    header = ["", "ms per step, median", "minimum", "× compute only", "bound, ms", "× bound"]
+    header += [f"faster than {called}"]
     return markdown_table([*header, "MB that left host 0, per step", f"fewer than {called}"], rows)

@@ -116,7 +116,10 @@ function nearestGap(name, asked, constants) {
     );
   const nearest = {};
   for (const optimizer of constants.optimizers) {
-    const all = constants.gaps.filter((gap) => gap.name === name && gap.optimizer === optimizer);
+    let all = constants.gaps.filter((gap) => gap.name === name && gap.optimizer === optimizer);
+    // What low rank lost in a small model tells nothing of a far larger one, but with SGD.
+    if (name.startsWith(constants.low_rank) && asked.optimizer !== "SGD")
+      all = all.filter((gap) => asked.parameters <= constants.max_times_larger * gap.parameters);
     const alike = all.filter((gap) => !gap.is_recurrent);
     const gaps = alike.length ? alike : all;
     if (!gaps.length) continue;

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.advice import planned_steps as planned
-from thinwire.advice.losses import NOISE_PERCENT, known_optimizers, loss_gaps
-from thinwire.advice.priced import EXACT, priced
+from thinwire.advice.losses import (
+    EXACT,
+    LOW_RANK,
+    MAX_TIMES_LARGER,
+    NOISE_PERCENT,
+    known_optimizers,
+    loss_gaps,
+    priced,
+)
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
 from thinwire.tensors.coded import block_bytes
 
@@ -51,6 +58,8 @@ def constants() -> dict[str, Any]:
         "least_gain": planned.LEAST_GAIN,
         "budget_percent": 1.0,
         "noise_percent": NOISE_PERCENT,
+        "low_rank": LOW_RANK,
+        "max_times_larger": MAX_TIMES_LARGER,
         "exact": EXACT,
         "optimizers": known_optimizers(),
         "ways": ways,

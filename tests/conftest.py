@@ -1,35 +1,41 @@
-"""How the tests run: what is imported, and when."""
+"""How the tests run: what is imported, in which order they run, and how one that hangs ends."""
 
 from __future__ import annotations
 
-import fcntl
+import faulthandler
 import gc
 import os
 import shlex
 import signal
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
-import forked
-from stand_ins import stand_ins
+import catalog
+import processes
+from commands import stand_ins
+from processes import Pool, Spawn
+from thinwire.algorithms.lowrank import powersgd_plan
+from thinwire.kernels import dispatch
+from thinwire.kernels.base import Kernels
+from thinwire.kernels.matrices import Rows
 
 # Of tests, beyond what preloaded.py imports.
 PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
 # What torch imports late: to train under Lightning, to compile.
 PACKAGES += ["torch.distributed.optim", "torch._dynamo.backends.debugging"]
 
-# By when all measurements have ended, where other workers wait for them.
-MEASUREMENTS_SECONDS = 600
-
 _until_the_end = ExitStack()
-_ended = pytest.StashKey[str]()
+_stderr = pytest.StashKey[int]()
+
+# Simulated workers make many small tensors: a second thread costs more than it brings.
+torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,37 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell lets what it starts in the background ignore Ctrl-C, and so would all that the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.stash[_stderr] = os.dup(2)  # the terminal's, while a test's is captured
     workers = config.getoption("tx", None)
-    if workers and not hasattr(config, "workerinput"):
-        forked.modules += PACKAGES
+    if hasattr(config, "workerinput"):
+        if hasattr(os, "sched_setaffinity"):
+            # Members in one process are threads that take turns: they hand over sooner on one core. What the
+            # worker's server forks runs on all.
+            cores = sorted(os.sched_getaffinity(0))
+            number = int(config.workerinput["workerid"].removeprefix("gw"))
+            os.sched_setaffinity(0, {cores[number % len(cores)]})
+    elif workers:
+        processes.modules += PACKAGES
         launch = [sys.executable, "-S", *_until_the_end.enter_context(stand_ins())]
         config.option.tx = [f"popen//python={shlex.join(launch)}" for _ in workers]
-        config.stash[_ended] = _until_the_end.enter_context(tempfile.TemporaryDirectory())
-    else:
-        # Here and not above: the process that only hands out tests does not wait for torch.
-        import shared_fixtures  # noqa: PLC0415
-
-        config.pluginmanager.register(shared_fixtures)
-    if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
-        # Members in one process are threads that take turns: they hand over sooner on one core. What the
-        # worker's server forks runs on all.
-        cores = sorted(os.sched_getaffinity(0))
-        number = int(config.workerinput["workerid"].removeprefix("gw"))
-        os.sched_setaffinity(0, {cores[number % len(cores)]})
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Tell each of xdist's workers the folder that all share."""
-    node.workerinput["ended"] = node.config.stash[_ended]
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell failures apart that may be the machine's: of measurements, while others used it."""
-    failed = [each.nodeid for each in terminalreporter.getreports("failed") if "alone" in each.keywords]
-    if failed:
-        terminalreporter.section("failed, but need a quiet machine: run them again, alone")
-        terminalreporter.line(f"pytest {' '.join(map(shlex.quote, failed))}")
 
 
 def pytest_unconfigure() -> None:
@@ -76,48 +64,67 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let measurements come first, then what is so long that it has a timeout of its own.
-
-    Long tests at the end would leave the other workers without work.
-    """
-    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("alone", "timeout")])
+    """Begin with what is so long that it has a timeout: at the end, other workers would wait for it."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let processes start with what the tests of this run need; CUDA must not start before a fork."""
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
-    forked.modules += sorted({each.module.__name__ for each in functions if each.path.parent.name != "gpu"})
-    measurements = sum(item.get_closest_marker("alone") is not None for item in session.items)
-    if measurements and hasattr(session.config, "workerinput"):
-        ended = Path(session.config.workerinput["ended"])
-        session.config.pluginmanager.register(Measurements(ended, measurements))
+    processes.modules += sorted(
+        {each.module.__name__ for each in functions if each.path.parent.name != "gpu"}
+    )
     gc.freeze()  # all that is imported: collections need not look at it again and again
 
 
-class Measurements:
-    """Keep a worker of xdist from whatever would disturb a measurement, by itself or by others.
-
-    All workers share the folder `ended`, which gets a file for each of `number` measurements as it ends.
-    """
-
-    def __init__(self, ended: Path, number: int) -> None:
-        self.ended, self.number = ended, number
-
-    # First: the time of waiting is none of the test's, whose timeouts begin further inside.
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        """Measure one at a time; run other tests when all measurements have ended."""
-        if item.get_closest_marker("alone"):
-            lock = os.open(self.ended, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                return (yield)
-            finally:
-                os.close(tempfile.mkstemp(dir=self.ended)[0])
-                os.close(lock)
-        deadline = time.monotonic() + MEASUREMENTS_SECONDS
-        while len(os.listdir(self.ended)) < self.number:
-            assert time.monotonic() < deadline, f"not all of {self.number} measurements have ended"
-            time.sleep(0.05)
-        item.config.pluginmanager.unregister(self)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Print all stacks and end the process if a test hangs in C, where its timeout does not reach."""
+    mark = item.get_closest_marker("timeout")
+    seconds = float(mark.args[0] if mark else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(1.25 * seconds, file=item.config.stash[_stderr], exit=True)
+    try:
         return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def spawn() -> Iterator[Spawn]:
+    """Run a function in several processes: `spawn(2, body, *args)`; see processes.py."""
+    spawn = Spawn()
+    yield spawn
+    spawn.close()
+
+
+@pytest.fixture
+def pools(spawn: Spawn) -> Spawn:
+    return spawn
+
+
+@pytest.fixture
+def pool2(spawn: Spawn) -> Pool:
+    return spawn.of(2)
+
+
+@pytest.fixture
+def pool4(spawn: Spawn) -> Pool:
+    return spawn.of(4)
+
+
+@pytest.fixture
+def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
+
+    @cache
+    def remembering(kernels: Kernels) -> Kernels:
+        def remembered(items: Sequence[Rows]) -> list[torch.Tensor]:
+            rows = catalog.Bits([item.rows for item in items])
+            drawn = catalog.Bits([torch.zeros(0) if item.drawn is None else item.drawn for item in items])
+            return [basis.clone() for basis in catalog.bases_of(rows, drawn, kernels)]
+
+        return replace(kernels, orthonormal_rows=remembered)
+
+    monkeypatch.setattr(
+        powersgd_plan, "kernels_for", lambda like, rank: remembering(dispatch.kernels_for(like, rank))
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -19,14 +20,34 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.learner import Deadly
 from experts import Mixture, divide
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
+from thinwire.comm import Message, Work
+from thinwire.comm.metered import Wrapped
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
 from thinwire.tensors.layout import local_tensor
 
 EVERY_STEPS = 4
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadly(Wrapped):
+    """Kills this process when it sends a message whose purpose has some words in it, the nth time."""
+
+    def __init__(self, inner: Wrapped, words: str, number: int) -> None:
+        super().__init__(inner.transport)
+        self.words, self.number = words, number
+
+    def start(self, message: Message) -> Work:
+        self.number -= self.words in message.purpose
+        work = super().start(message)
+        if self.number == 0 and self.words in message.purpose:
+            die()
+        return work
 
 
 def new_model(seed: int, width: int, *, has_buffers: bool, inside: str) -> nn.Module:

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 def compile_passes() -> None:
     """Run every compiled pass: of each algorithm that there is, and at every matrix rank that they serve."""
     bucket = [ParameterSpec.of(name, torch.empty(64, 48)) for name in ("one", "two")]
-    algorithms = [variant.algorithm for each in REGISTRY for variant in each.variants]
+    algorithms = [variant.algorithm for entry in REGISTRY for variant in entry.variants]
     for matrix_rank in (1, 2, 3, 4):
         algorithms += [
             thinwire.PowerSGD(matrix_rank=matrix_rank, min_compression_ratio=1),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from pool import Pools, in_each_process
+from processes import Spawn, in_each_process
 from thinwire.comm import ProcessGroupTransport, Recording
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 
@@ -39,10 +39,10 @@ def reference(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (4, 5), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_forward_and_gradient(
-    pools: Pools, processes: int, shape: tuple[int, ...], members: list[int] | None
+    spawn: Spawn, processes: int, shape: tuple[int, ...], members: list[int] | None
 ) -> None:
     if members is None or processes == 4:
-        pools.of(processes).run(_check, shape, members, "contiguous")
+        spawn(processes, _check, shape, members, "contiguous")
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided"])

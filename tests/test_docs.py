@@ -17,8 +17,9 @@ import torch
 import errors_page
 import in_turn
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import algorithms, elastic, errors, hooks, powersgd, testing
+from training import are_alike
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -35,39 +36,7 @@ def test_the_table_of_all_messages_is_what_the_code_says() -> None:
     assert errors_page.PAGE.read_text() == errors_page.page(), "python tests/errors_page.py"
 
 
-# What is looked up, and evidence. All other pages are read from their beginning to their end.
-LOOKED_UP = (
-    "advice.md",
-    "api.md",
-    "api-algorithms.md",
-    "calculator.md",
-    "design.md",
-    "elastic-faults.md",
-    "errors.md",
-    "faq.md",
-    "guarantees.md",
-    "migrating.md",
-    "optimizers.md",
-    "powersgd.md",
-    "results.md",
-    "scaling.md",
-    "speed.md",
-)
-COMMAND_FIRST = ("will-it-pay.md",)  # the first question needs no code
-STARTS = ("without-code.md", "README.md", "install.md", "quickstart.md")
-
-
-@pytest.mark.parametrize("name", sorted(PAGES.keys() - {*LOOKED_UP, *STARTS}))
-def test_a_guide_is_short_begins_with_a_diff_and_ends_with_what_goes_wrong(name: str) -> None:
-    page = PAGES[name]
-    assert len(re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL).split()) <= 1200
-    assert re.findall(r"^```(\w*)", page, re.MULTILINE)[0] == ("" if name in COMMAND_FIRST else "diff")
-    assert re.findall(r"^## (.*)", page, re.MULTILINE)[-1] == "What goes wrong"
-
-
 def test_the_algorithm_of_the_page_passes_the_page_s_test() -> None:
-    source = Path(in_turn.__file__).read_text()
-    assert len(source.splitlines()) <= 60
     page = PAGES["own-algorithm.md"]
     shown = page.partition("## Test it")[2].partition("```python\n")[2].partition("```")[0]
     assert "compression_ratio > 7" in shown
@@ -168,10 +137,8 @@ def test_the_quickstart_compresses_and_leaves_one_model() -> None:
     assert are_alike(names["model"].parameters())
 
 
-def test_the_readme_is_short_and_adds_lines_of_the_quickstart() -> None:
-    readme = PAGES["README.md"]
-    assert len(re.sub(r"^\|.*", "", readme, flags=re.MULTILINE).split()) <= 450
-    added = re.findall(r"^\+(.*)", readme, re.MULTILINE)
+def test_the_readme_adds_lines_of_the_quickstart() -> None:
+    added = re.findall(r"^\+(.*)", PAGES["README.md"], re.MULTILINE)
     assert len(added) == 3
     assert all(line in quickstart() for line in added)
 

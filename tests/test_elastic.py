@@ -37,7 +37,7 @@ def agent(
     command += [f"--rdzv-endpoint={store}"]
     command += [f"--rdzv-conf=store_type=file,last_call_timeout={last_call_seconds},{alive}"]
     settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return started_python(*command, *launch, environment=settings, stdout=str(log), stderr=str(log))
+    return started_python(*command, *launch, environment=settings, stdout=log, stderr=log)
 
 
 def processes_of(parent: int) -> list[int]:

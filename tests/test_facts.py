@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pools, in_each_process
+from processes import Spawn, in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.plan import ParameterSpec
@@ -87,9 +87,9 @@ def assert_agreed(ddp_model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_facts_1_several_buckets_on_gloo(pools: Pools, processes: int) -> None:
+def test_facts_1_several_buckets_on_gloo(spawn: Spawn, processes: int) -> None:
     """Torch's hook issues collectives from callbacks, in no order."""
-    pools.of(processes).run(_several_buckets)
+    spawn(processes, _several_buckets)
 
 
 def _several_buckets() -> None:

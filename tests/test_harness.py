@@ -14,61 +14,96 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from launcher import run_python
-from pool import Pools
+from commands import run_python
+from processes import Spawn, WorkerFailed
 from test_elastic import is_running
 
 HERE = Path(__file__).parent
-FAILING = """
+CTRL_C = """
 import os, signal, pytest
-
-@pytest.mark.alone
-def test_rate():
-    assert False
-
-def test_other():
-    assert False
 
 def test_ctrl_c():
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 """
-IN_THE_BACKGROUND = """
+# No signal ends the wait for a mutex.
+HANGING = """
+import ctypes
+
+def test_that_hangs():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+PYTEST = """
 import signal, sys, pytest
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.exit(pytest.main(sys.argv[3:]))
 """
-# A process that waits for good, started by one that does too.
+# A process that waits for good, started by one that does too; or a server that imports for good.
 WAITING = """
-import os, time, forked
+import os, time, processes
 
 def wait():
     print(os.getpid(), flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
-    forked.modules.clear()
-    forked.process(wait).start()
+    processes.modules.clear()
+    processes.process(wait).start()
+    time.sleep(600)
+"""
+IMPORTING = """
+import time, processes
+from multiprocessing import forkserver
+
+if __name__ == "__main__":
+    processes.modules[1:] = ["slow"]
+    processes.context()
+    print(forkserver._forkserver._forkserver_pid, flush=True)
     time.sleep(600)
 """
 
 
-def test_in_the_background_and_when_a_measurement_fails(tmp_path: Path) -> None:
-    """As a shell starts it, with Ctrl-C ignored."""
-    shutil.copy(HERE / "conftest.py", tmp_path)
-    (tmp_path / "test_failing.py").write_text(FAILING)
-    settings = ["-q", "-p", "no:cacheprovider", "-c", str(HERE.parent / "pyproject.toml")]
-    done = run_python("-u", "-c", IN_THE_BACKGROUND, *settings, f"--rootdir={tmp_path}", str(tmp_path))
-    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    told = done.stdout.partition("failed, but need a quiet machine")[2].splitlines()[1]
-    assert "test_failing.py::test_rate" in told
-    assert "test_other" not in told
+def run_test(folder: Path, text: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    """Run a file of tests as a shell runs it in the background: with Ctrl-C ignored."""
+    shutil.copy(HERE / "conftest.py", folder)
+    (folder / "test_of_tests.py").write_text(text)
+    settings = ("-q", "-p", "no:cacheprovider", "-c", str(HERE.parent / "pyproject.toml"), *settings)
+    return run_python("-u", "-c", PYTEST, *settings, f"--rootdir={folder}", str(folder))
 
 
-def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+def test_ctrl_c_works_in_the_background(tmp_path: Path) -> None:
+    done = run_test(tmp_path, CTRL_C)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_test_that_hangs_in_c_ends_within_its_timeout(tmp_path: Path) -> None:
+    done = run_test(tmp_path, HANGING, "-o", "timeout=1")
+    assert done.returncode != 0
+    assert "in test_that_hangs" in done.stderr, done.stdout + done.stderr
+
+
+def test_processes_that_hang_show_their_stacks() -> None:
+    spawn = Spawn()
+    try:
+        with pytest.raises(WorkerFailed, match=r"process 0 hung for 0.2 s(.|\n)*in hang_here"):
+            spawn(1, hang_here, timeout_seconds=0.2)
+    finally:
+        spawn.close()
+
+
+def hang_here() -> None:
+    time.sleep(100)
+
+
+@pytest.mark.parametrize("text", [WAITING, IMPORTING], ids=["waiting", "importing"])
+def test_processes_end_with_the_one_that_started_them(text: str, tmp_path: Path) -> None:
     script = tmp_path / "waiting.py"
-    script.write_text(WAITING)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    script.write_text(text)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    paths = [str(HERE), str(tmp_path), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
@@ -90,14 +125,14 @@ def test_a_pool_that_was_interrupted_gives_no_late_answers(monkeypatch: pytest.M
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    pools = Pools()
+    spawn = Spawn()
     try:
-        pool = pools.of(1)
+        pool = spawn.of(1)
         with monkeypatch.context() as interrupted:
             interrupted.setattr(connection, "wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pool.run(os.getpid)
         assert not pool.alive
-        assert pools.of(1).run(dist.get_world_size) == [1]
+        assert spawn(1, dist.get_world_size) == [1]
     finally:
-        pools.close()
+        spawn.close()

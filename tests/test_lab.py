@@ -194,13 +194,6 @@ def test_a_known_transfer_takes_the_time_it_must(
     assert undisturbed(took, lambda seconds: seconds == expected) == expected
 
 
-@real
-def test_links_within_a_machine_are_fast() -> None:
-    options = ["--machines=2", "--processes-per-machine=2", "--rate=1mbit"]
-    took = seconds_told(run_lab(*options, code=MEASURE, arguments=("1", "15")))
-    assert took < 60  # on a busy machine too; over a link of 1 Mbit/s it would be 120
-
-
 WAYS = """
 import os, socket, sys, time
 rank, count = int(os.environ["RANK"]), 400

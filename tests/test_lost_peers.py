@@ -24,6 +24,7 @@ from thinwire.comm import agreement
 from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
 from thinwire.testing import Fault, InjectedError, fail_at, faults
+from training import batch_of, new_model
 
 TIMEOUT_SECONDS = 2.0
 BUSY_SECONDS = 20.0  # by which a busy machine may be late; without a timeout it would be for ever
@@ -31,19 +32,13 @@ LOST = 1  # the process that is lost
 AT = 4  # the step in which it is
 
 
-def new_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
-
-
 def backward(model: nn.Module, step: int) -> None:
-    torch.manual_seed(1000 * step + dist.get_rank())
     model.zero_grad()
-    model(torch.randn(8, 64)).square().mean().backward()
+    torch.autograd.backward(model(batch_of(step)).square().mean())
 
 
 def by_hook(algorithm: Algorithm, trained: int = 0) -> tuple[GradientSync, Callable[[int], None]]:
-    """DDP with two buckets, after some steps; a step."""
+    """DDP with several buckets, after some steps; a step."""
     model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
     sync = thinwire.attach(model, algorithm)
     for step in range(trained):
@@ -65,9 +60,6 @@ def by_optimizer_step(algorithm: Algorithm) -> tuple[GradientSync, Callable[[int
     return aggregator.sync, step_with
 
 
-FRONTS = {"hook": by_hook, "optimizer_step": by_optimizer_step}
-
-
 def remembered(sync: GradientSync) -> dict[str, Tensor]:
     """All that is saved of its memory, as copies."""
     return {
@@ -82,9 +74,9 @@ def are_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def train_until_lost(setting: crash.Setting, adapter: str, algorithm: Algorithm, fault: Fault) -> None:
+def train_until_lost(setting: crash.Setting, algorithm: Algorithm, fault: Fault) -> None:
     setting.join_group()
-    sync, step_with = FRONTS[adapter](algorithm)
+    sync, step_with = by_hook(algorithm)
     is_struck = setting.process_rank == LOST
     kind = InjectedError if is_struck and fault.kind == "raise" else CommunicationError
     with faults(sync, [fault]):
@@ -110,44 +102,42 @@ def train_until_lost(setting: crash.Setting, adapter: str, algorithm: Algorithm,
 
 
 POWER = PowerSGD(matrix_rank=2)
-CASES: list[tuple[str, Algorithm, Fault]] = [
-    ("hook", POWER, fail_at(LOST, AT, "kill")),
-    ("hook", POWER, fail_at(LOST, AT, "kill", after_messages=1)),
-    ("hook", POWER, fail_at(LOST, AT, "kill", after_messages=2)),
-    ("hook", AllReduce(), fail_at(LOST, AT, "kill", after_messages=1)),
-    ("hook", PowerSGD(matrix_rank=2, alternating=True), fail_at(LOST, AT, "kill")),
-    ("hook", POWER, fail_at(LOST, AT, "raise", after_messages=2)),
-    ("hook", POWER, fail_at(LOST, AT, "stall", seconds=3 * TIMEOUT_SECONDS)),
-    ("optimizer_step", POWER, fail_at(LOST, AT, "kill")),
-    ("optimizer_step", POWER, fail_at(LOST, AT, "stall", after_messages=1, seconds=3 * TIMEOUT_SECONDS)),
+CASES: list[tuple[Algorithm, Fault]] = [
+    (POWER, fail_at(LOST, AT, "kill")),
+    (POWER, fail_at(LOST, AT, "kill", after_messages=1)),
+    (POWER, fail_at(LOST, AT, "kill", after_messages=2)),
+    (AllReduce(), fail_at(LOST, AT, "kill", after_messages=1)),
+    (PowerSGD(matrix_rank=2, alternating=True), fail_at(LOST, AT, "kill")),
+    (POWER, fail_at(LOST, AT, "raise", after_messages=2)),
+    (POWER, fail_at(LOST, AT, "stall", seconds=3 * TIMEOUT_SECONDS)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("adapter", "algorithm", "fault"),
+    ("algorithm", "fault"),
     CASES,
-    ids=[f"{adapter}-{type(a).__name__}-{f.kind}-after-{f.after_messages}" for adapter, a, f in CASES],
+    ids=[f"{type(a).__name__}-{f.kind}-after-{f.after_messages}" for a, f in CASES],
 )
-def test_the_others_are_told_where_and_keep_their_memory(
-    adapter: str, algorithm: Algorithm, fault: Fault
-) -> None:
+def test_the_others_are_told_where_and_keep_their_memory(algorithm: Algorithm, fault: Fault) -> None:
     # Who dies is missed at once.
     timeout: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS} if fault.kind == "stall" else {}
-    ended = crash.run(train_until_lost, adapter, algorithm, fault, **timeout)
+    ended = crash.run(train_until_lost, algorithm, fault, **timeout)
     assert [each.exit_code for each in ended] == [0, -9 if fault.kind == "kill" else 0, 0], ended
 
 
 @pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=4, error_feedback=True), AllReduce()], ids=str)
 def test_on_machines_of_several_processes_all_are_told(algorithm: Algorithm) -> None:
-    """Those too that never send to the one that is lost: neither its machine nor its place is theirs."""
+    """Those too that never send to the one that is lost: neither its machine nor its local rank is theirs."""
     ended = crash.run(train_on_machines, algorithm, processes=4)
     assert [each.exit_code for each in ended] == [0, -9, 0, 0], ended
 
 
 def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> None:
     setting.join_group()
-    # Four layers, so that each process of a machine has a matrix of each bucket.
-    model = DistributedDataParallel(nn.Sequential(new_model(), new_model()), bucket_cap_mb=0.03)
+    # Each process of a machine has a matrix of each bucket.
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
     sync = thinwire.attach(model, algorithm, machines=[[0, 1], [2, 3]])
     for step in range(AT):
         backward(model, step)
@@ -193,9 +183,14 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> list[str]:
     setting.join_group()
     sync, step_with = by_hook(POWER, trained=3)
     before, start = remembered(sync), time.monotonic()
-    if setting.process_rank == 0:
-        told = "^state_dict.. after 3 steps: the comparison of what.*must be made on every process"
-        with pytest.raises(CommunicationError, match=told):
+    if meanwhile == "it has switched":
+        if setting.process_rank == 0:
+            sync.use(AllReduce())
+        with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
+            step_with(3)
+    elif setting.process_rank == 0:
+        words = "^state_dict.. after 3 steps: the comparison of what.*must be made on every process"
+        with pytest.raises(CommunicationError, match=words):
             sync.state_dict()
     elif meanwhile == "they train":
         with pytest.raises(CommunicationError):
@@ -207,26 +202,12 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> list[str]:
     return warned
 
 
-@pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end"])
-def test_saving_on_one_process_only_ends_in_words(meanwhile: str) -> None:
+@pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end", "it has switched"])
+def test_saving_or_switching_on_one_process_only_ends_in_words(meanwhile: str) -> None:
     ended = crash.run(save_on_one, meanwhile, timeout_seconds=TIMEOUT_SECONDS)
     assert [each.exit_code for each in ended] == [0] * 3, ended
     is_told = any("process 0 has waited 0.5 s for the others" in line for line in ended[0].told)
-    assert is_told or meanwhile == "they end"
-
-
-def use_on_one(setting: crash.Setting) -> None:
-    setting.join_group()
-    sync, step_with = by_hook(POWER, trained=3)
-    if setting.process_rank == 0:
-        sync.use(AllReduce())
-    with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
-        step_with(3)
-
-
-def test_switching_on_one_process_only_ends_in_words() -> None:
-    ended = crash.run(use_on_one, timeout_seconds=TIMEOUT_SECONDS)
-    assert [each.exit_code for each in ended] == [0] * 3, ended
+    assert is_told or meanwhile in ("they end", "it has switched")
 
 
 def test_hooks_without_state_tell_it_too() -> None:

@@ -1,4 +1,4 @@
-"""The short version of `make soak`."""
+"""Short versions of `make soak`: faults of every kind, and resident memory with every adapter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import pytest
 
 from by_hand import said_if_interrupted
+from processes import Spawn
+from resident import CASES, MOST_MB, grown_mb
 from soak import Soak
 
 
@@ -40,3 +42,11 @@ def test_a_long_run_by_hand_says_what_becomes_of_it(name: str, capsys: pytest.Ca
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted; nothing is kept\n"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ["4 bits", "machines", "FSDP2"])
+def test_resident_memory_stays_where_it_is(spawn: Spawn, case: str) -> None:
+    """A few; `resident.py` tries all, for longer."""
+    grown = spawn(CASES[case][0], grown_mb, case, 150, 512, timeout_seconds=300.0)
+    assert max(grown) < MOST_MB

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import thinwire
-from launcher import run_python
+from commands import run_python
 from thinwire import errors
 
 SOURCE = Path(thinwire.__file__).parent

@@ -57,13 +57,16 @@ def test_a_backward_pass_has_a_number_a_running_node_and_an_end() -> None:
     weight = torch.ones(3, requires_grad=True)
 
     def note(gradient: Tensor) -> None:
+        queue = torch_private.at_end_of_backward
         seen.append((torch_private.backward_pass(), torch_private.running_node() is not None))
-        torch_private.at_end_of_backward(lambda: seen.append(torch_private.running_node()))
+        queue(lambda: queue(lambda: seen.append("behind the others")))
+        queue(lambda: seen.append(torch_private.running_node()))
 
     weight.register_hook(note)  # type: ignore[no-untyped-call]
     for _ in range(2):
         weight.sum().backward()  # type: ignore[no-untyped-call]
-    (first, is_running), end, (second, _), _ = seen
+    (first, is_running), end, last, (second, _), *_ = seen
+    assert last == "behind the others"
     assert first != second
     assert -1 not in (first, second)
     assert is_running
@@ -72,48 +75,51 @@ def test_a_backward_pass_has_a_number_a_running_node_and_an_end() -> None:
     assert torch_private.running_node() is None
 
 
-def test_a_function_of_an_end_may_queue_another_one_behind() -> None:
-    order: list[int] = []
-    weight = torch.ones(3, requires_grad=True)
-
-    def note(gradient: Tensor) -> None:
-        queue = torch_private.at_end_of_backward
-        queue(lambda: queue(lambda: order.append(2)))
-        queue(lambda: order.append(1))
-
-    weight.register_hook(note)  # type: ignore[no-untyped-call]
-    weight.sum().backward()  # type: ignore[no-untyped-call]
-    assert order == [1, 2]
-
-
-def test_a_function_that_is_not_compiled() -> None:
+def test_a_function_that_is_not_compiled_and_a_profiler_that_is_on() -> None:
     seen = []
 
     @torch_private.not_compiled
     def look(tensor: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_compiling())
+        seen.append((torch.compiler.is_compiling(), torch_private.is_profiling()))
         return tensor
 
-    torch.compile(lambda tensor: look(tensor) + 1, backend="eager")(torch.ones(2))
-    assert seen == [False]
-
-
-def test_a_profiler_shows() -> None:
-    assert not torch_private.is_profiling()
+    compiled = torch.compile(lambda tensor: look(tensor) + 1, backend="eager")
+    compiled(torch.ones(2))
     with profile():
-        assert torch_private.is_profiling()
+        look(torch.ones(2))
+    assert seen == [(False, False), (False, True)]
 
 
 # Modules, tensors and optimizers.
 
 
-def test_a_modules_dictionaries_change_with_it() -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    children, parameters = torch_private.children_and_parameters(module)
-    module.append(nn.Linear(2, 2))
-    module.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    assert list(children) == ["0", "1"]
-    assert list(parameters) == ["scale"]
+def test_a_module_looks_up_its_parameters_where_they_were_put() -> None:
+    module, seen = nn.Linear(2, 2), []
+
+    class Seen(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            seen.append(name)
+            return super().__getitem__(name)
+
+    torch_private.put_parameters(module, Seen(torch_private.children_and_parameters(module)[1]))
+    module(torch.ones(1, 2))
+    assert seen == ["weight", "bias"]
+
+
+def test_what_is_compiled() -> None:
+    module = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    assert torch_private.is_compiled(torch.compile(module, backend="eager"))
+    module.compile(backend="eager")
+    assert torch_private.is_compiled(module)
+
+
+def test_a_tensors_version_counts_writes_to_its_views() -> None:
+    tensor = torch.zeros(4)
+    before = torch_private.version_of(tensor)
+    tensor[:2].add_(1)
+    assert torch_private.version_of(tensor) == before + 1
+    assert torch_private.version_of(None) == -1
 
 
 class Refusal:
@@ -135,32 +141,24 @@ def test_hooks_of_a_class_are_removed_from_a_copy_too() -> None:
     assert len(calls) == 2
 
 
-def test_leaves_of_a_tree() -> None:
-    assert torch_private.tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
-
-
-def test_buffers_that_are_not_saved() -> None:
-    module = nn.BatchNorm1d(2)
-    module.register_buffer("scratch", torch.ones(1), persistent=False)
-    assert torch_private.non_persistent_buffers(module) == {"scratch"}
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_compiled_model_leads_to_its_own() -> None:
-    module = nn.Linear(2, 2)
-    assert torch_private.uncompiled(torch.compile(module)) is module
-    assert torch_private.uncompiled(module) is module
+def test_what_a_module_holds() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].register_buffer("scratch", torch.ones(1), persistent=False)
+    assert torch_private.non_persistent_buffers(module[0]) == {"scratch"}
+    children, parameters = torch_private.children_and_parameters(module)
+    module.append(nn.Linear(2, 2))
+    module.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    assert (list(children), list(parameters)) == (["0", "1"], ["scale"])  # they change with it
+    assert torch_private.uncompiled(torch.compile(module)) is torch_private.uncompiled(module) is module
 
 
-def test_tensors_of_one_storage() -> None:
+def test_what_belongs_to_a_tensor() -> None:
+    assert torch_private.tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
     tensor, empty = torch.ones(4), torch.empty(0)
     assert torch_private.storage_key(tensor[:2]) == torch_private.storage_key(tensor[2:])
     assert torch_private.storage_key(empty) not in map(torch_private.storage_key, (tensor, torch.empty(0)))
-
-
-def test_hooks_behind_a_gradient() -> None:
     weight = torch.ones(3, requires_grad=True)
-    assert not list(torch_private.post_accumulate_hooks(weight))
     hook = weight.register_post_accumulate_grad_hook(print)  # type: ignore[no-untyped-call]
     assert list(torch_private.post_accumulate_hooks(weight)) == [print]
     hook.remove()
@@ -338,14 +336,9 @@ def test_no_other_module_uses_torchs_private_api() -> None:
 def _names_made(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        yield node.id
-    elif (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) == "self"
-    ):
-        yield node.attr
+    elif isinstance(getattr(node, "ctx", None), ast.Store):
+        name = ast.unparse(node)
+        yield name.removeprefix("self.") if name.count(".") < 2 else ""
 
 
 def _private_names_in(node: ast.AST) -> Iterator[str]:

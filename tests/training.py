@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import pool
 from thinwire.errors import ThinwireError
 
 
@@ -80,13 +79,24 @@ def raised_by(action: Callable[..., object]) -> tuple[str, str]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The tensors of all processes, stacked: to look, not part of what is tested."""
-    return torch.stack(pool.gathered(tensor))
+    """Return the tensors of all processes, stacked by rank: to look, not part of what is tested."""
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor.detach().contiguous())
+    return torch.stack(rows)
+
+
+def are_alike(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all processes hold the same finite tensors, to the bit."""
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if not real.isfinite().all() or not all(torch.equal(real, other) for other in gathered(real)):
+            return False
+    return True
 
 
 def agreed(model: nn.Module) -> bool:
-    """Whether all processes hold the same parameters to the bit."""
-    return pool.are_alike([flat(model)])
+    """Return whether all processes hold the same parameters to the bit."""
+    return are_alike([flat(model)])
 
 
 def halves(model: nn.Module) -> tuple[bool, bool]:

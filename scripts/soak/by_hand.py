@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import forked
+import processes
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -18,7 +18,7 @@ def said_if_interrupted(becomes: str) -> Iterator[None]:
     # Ctrl-C reaches all processes. This one ends the others, which have from their server what it ignores.
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forked.context()
+    processes.context()
     for each in before:
         signal.signal(each, signal.default_int_handler)
     try:

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import job as elastic_job
 from by_hand import said_if_interrupted
-from elastic import job as elastic_job
-from elastic.job import Job
-from elastic.learner import BATCH, EVERY, USUAL
 from elastic_soak import soaked
+from job import Job
+from learner import BATCH, EVERY, USUAL
 from loss_in_turns import Training
 from thinwire.lab import Network
 

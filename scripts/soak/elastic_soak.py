@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from elastic.job import Job
-from elastic.learner import BATCH, EVERY, USUAL
+from job import Job
+from learner import BATCH, EVERY, USUAL
 from thinwire.lab import Network
 
 LEAST, MOST = 2, 6

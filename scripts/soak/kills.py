@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from by_hand import said_if_interrupted
-from elastic.job import Job
+from job import Job
 from thinwire.lab import LinkSpec, Network
 
 EVERY_STEPS = 20

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from elastic.in_turns import VOTE, Faulty, InTurns
-from elastic.learner import BATCH, EVERY, USUAL, Learner, checksum, diloco, heldout_loss
+from learner import BATCH, EVERY, USUAL, Learner, checksum, diloco, heldout_loss
 from thinwire.elastic import InProcessLighthouse
-from thinwire.local_sgd.member import Member
+from thinwire.local_sgd.elastic_members import Member
 
 STRIKE_EVERY = 13
 FEWEST, MOST = 2, 6

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool
+from processes import Pool
 from thinwire import AllReduce, Cast, LocalSGD, PowerSGD, Quantize, TopK
 from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import Algorithm

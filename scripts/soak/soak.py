@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-import crash
 import thinwire
 from by_hand import said_if_interrupted
+from processes import Setting, run_fresh
 from thinwire import CommunicationError, PowerSGD
 from thinwire.testing import Fault, InjectedError, Kind, fail_at, faults, random_faults
 from thinwire.testing.faults import RESTART_COUNT
@@ -99,7 +99,7 @@ class Soak:
         given, struck = self.schedule(), Counter[str]()
         with tempfile.TemporaryDirectory() as folder:
             for restart in range(self.num_losses + 1):
-                ended = crash.run(
+                ended = run_fresh(
                     incarnation,
                     self,
                     Path(folder, "checkpoint.pt"),
@@ -121,7 +121,7 @@ class Soak:
         raise AssertionError(f"the job did not end: {told}")
 
 
-def incarnation(setting: crash.Setting, soak: Soak, checkpoint: Path, restart: int) -> Told:
+def incarnation(setting: Setting, soak: Soak, checkpoint: Path, restart: int) -> Told:
     os.environ[RESTART_COUNT] = str(restart)
     setting.join_group()
     job = Job(checkpoint, soak.save_every)

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import job as elastic_job
 from by_hand import said_if_interrupted
-from elastic import job as elastic_job
-from elastic.job import Job
+from job import Job
 from thinwire.lab import LinkSpec, Network
 
 RATE, EVERY_SECONDS = "100mbit", 10.0

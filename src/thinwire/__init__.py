@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from thinwire import hooks
     from thinwire.adapters.attach import attach
+    from thinwire.adapters.forward_overlap import overlap_forward
     from thinwire.adapters.join import join
     from thinwire.adapters.replicas import check_replicas
     from thinwire.advice import advise, auto
@@ -75,6 +76,7 @@ __all__ = [
     "check_replicas",
     "hooks",
     "join",
+    "overlap_forward",
 ]
 
 # All that users import from. What is public is what these list in their `__all__`, and nothing else is.
@@ -102,6 +104,7 @@ _HOMES = {
     "advice": ("advise", "auto"),
     "algorithms": ("AllReduce", "Cast", "PowerSGD", "Quantize", "TopK"),
     "adapters.attach": ("attach",),
+    "adapters.forward_overlap": ("overlap_forward",),
     "adapters.join": ("join",),
     "local_sgd": ("DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"),
     "adapters.replicas": ("check_replicas",),

@@ -26,15 +26,13 @@ import zipfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
 from thinwire.sync import GradientSync
-from thinwire.sync.local_state import merge
-from thinwire.sync.state import check_kind, position_of
-from thinwire.sync.state_0_2 import updated
+from thinwire.sync.state import check_kind, merge, position_of, updated
 
 __all__ = ["load", "load_local", "merge", "save", "save_local"]
 
@@ -113,30 +111,26 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         if not file.peek(1):
             raise StateError(f"{path} can't be read: it is empty; load an earlier one")
         try:
-            state = _read_safetensors(file) if path.suffix == SAFETENSORS else _read_torch(file)
+            if path.suffix == SAFETENSORS:
+                data = file.read()
+                # A header of JSON, and before it its length in 8 bytes.
+                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+                plain = json.loads(header["__metadata__"]["thinwire"])
+                state: Any = _nested(plain, _safetensors().load(data))
+            else:
+                # torch.load does not compare the CRCs of its zip file.
+                with zipfile.ZipFile(file) as archive:
+                    if (damaged := archive.testzip()) is not None:
+                        raise StateError(f"{damaged} in it is damaged")
+                file.seek(0)
+                # Weights only: any other pickle may run what its writer likes.
+                state = torch.load(file, weights_only=True, map_location="cpu")
             _check(state)
         except MissingExtraError:
             raise
         except Exception as error:  # readers raise what they like for what they can't read
             raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
     return dict(state)
-
-
-def _read_torch(file: IO[bytes]) -> Any:
-    # torch.load does not compare the CRCs of its zip file.
-    with zipfile.ZipFile(file) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise StateError(f"{damaged} in it is damaged")
-    file.seek(0)
-    # Weights only: any other pickle may run what its writer likes.
-    return torch.load(file, weights_only=True, map_location="cpu")
-
-
-def _read_safetensors(file: IO[bytes]) -> Any:
-    data = file.read()
-    # A header of JSON, and before it its length in 8 bytes.
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return _nested(json.loads(header["__metadata__"]["thinwire"]), _safetensors().load(data))
 
 
 def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:

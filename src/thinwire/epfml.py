@@ -19,6 +19,7 @@ from thinwire.errors import ConfigError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.settings import HostCheck, OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
+from thinwire.sync.weights import Weight, checked_weight
 from thinwire.torch_private import was_unscaled
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class AggregatorOptions(TypedDict, total=False):
     host_check: HostCheck
     on_nonfinite: OnNonfinite
     machines: Layout
+    weight: Weight | None
 
 
 class AlgorithmAggregator(GradientListAdapter, Aggregator):
@@ -84,6 +86,8 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
             `GradScaler` looks at the means.
             `machines`: Which processes share a machine, as of `thinwire.attach`, but by default each process
             sends by itself, as with the reference. With True, what leaves a machine leaves it once.
+            `weight`: By how much this process counts in the means, as of `thinwire.attach`. A direct
+            `aggregate` then leaves zeros in its input, and keeps the residual here.
 
     A direct `aggregate` leaves the residual in its input, to be added in full to what comes next: the
     `error_decay` of `TopK` needs `optimizer_step`.
@@ -146,8 +150,9 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
         return means
 
     def _leave_error(self, index: int, gradient: torch.Tensor) -> None:
-        state, name = self.engine.state, self.name_of(index)
-        error = state.take_error(name)
+        state, name = self.engine.state, self._specs[index].name
+        # With a weight it stays here: the next step would scale it again.
+        error = None if self.engine.settings.weight is not None else state.take_error(name)
         if error is None:
             gradient.zero_()
             return
@@ -191,11 +196,12 @@ class AllReduce(Aggregator):
         options: As of `AlgorithmAggregator`; with `on_nonfinite="nan"` the means are not checked.
 
     Raises:
-        ConfigError: `grad_scaler` is none, or `on_nonfinite` is no choice, or does not go with the scaler.
+        ConfigError: An option is no choice, or `on_nonfinite` does not go with the scaler.
     """
 
     def __init__(self, **options: Unpack[AggregatorOptions]) -> None:
         checked_on_nonfinite(options.get("on_nonfinite", "nan"), checked_scaler(options.get("grad_scaler")))
+        checked_weight(options.get("weight"))
         self._options = options
         self._aggregator: AlgorithmAggregator | None = None
 
@@ -208,7 +214,11 @@ class AllReduce(Aggregator):
         present = [tensor for tensor in tensors if tensor is not None]
         if len(present) < len(tensors):
             raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
-        if self._aggregator is None or _kinds(self._aggregator.parameters) != _kinds(present):
+
+        def kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+            return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+        if self._aggregator is None or kinds(self._aggregator.parameters) != kinds(present):
             self._aggregator = AlgorithmAggregator(present, algorithms.AllReduce(), **self._options)
         return self._aggregator
 
@@ -286,7 +296,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
         parameters = _in_order_of(aggregator, parameters)
     else:
         return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
-    scaler = _enabled_scaler(optimizer, aggregator)
+    scaler = aggregator.grad_scaler
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
+    if scaler is not None and was_unscaled(scaler, optimizer):
+        words = "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not"
+        raise StepError(f"{words} averaged yet; leave it out")
     means, committed = aggregator.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
@@ -302,7 +317,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
 
 
 def _in_order_of(aggregator: AlgorithmAggregator, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return an optimizer's parameters in the aggregator's order, by which its state knows them."""
+    # By that order its state knows them.
     here = set(map(id, parameters))
     there = {id(parameter) for parameter in aggregator.parameters if parameter.requires_grad}
     if here != there:
@@ -327,20 +342,6 @@ def _step_keeping_error(
     for parameter, left in zip(parameters, gradients, strict=True):
         parameter.grad = left
     return True
-
-
-def _enabled_scaler(optimizer: torch.optim.Optimizer, aggregator: AlgorithmAggregator) -> GradScaler | None:
-    scaler = aggregator.grad_scaler
-    if scaler is None or not scaler.is_enabled():
-        return None
-    if was_unscaled(scaler, optimizer):
-        words = "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not"
-        raise StepError(f"{words} averaged yet; leave it out")
-    return scaler
-
-
-def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 class EpfmlPowerSGD(algorithms.PowerSGD):

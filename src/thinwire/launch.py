@@ -17,9 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
+from unittest.mock import patch
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from thinwire.errors import ConfigError
 from thinwire.local_sgd.groups.torchft_group import LAUNCHER
@@ -141,12 +142,8 @@ def ending(code: int) -> str:
 
 def ranks_of(rank: int, size: int) -> dict[str, str]:
     """Return the variables by which torchrun tells a process its rank, if all are on one machine."""
-    return {
-        "RANK": f"{rank}",
-        "LOCAL_RANK": f"{rank}",
-        "WORLD_SIZE": f"{size}",
-        "LOCAL_WORLD_SIZE": f"{size}",
-    }
+    ranks, sizes = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return {**dict.fromkeys(ranks, f"{rank}"), **dict.fromkeys(sizes, f"{size}")}
 
 
 class Job:
@@ -154,13 +151,6 @@ class Job:
 
     They are asked to end after `grace_seconds`, and killed `end_within_seconds` later. A signal asks them at
     once, a further one kills them. If their output can't be written, they are asked at once, too.
-
-    Attributes:
-        processes: By number, from 0.
-        failure: How the first that failed ended, in one line; None if none has.
-        received: The signal that has asked the job to end; None if none has.
-        output: Where they print, if not where this process does.
-        exit_code: 0 if all ended well, else as a shell tells it; 128 + the signal if one has ended the job.
     """
 
     def __init__(
@@ -175,10 +165,10 @@ class Job:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.processes: list[Any] = []  # each a Process, or several as one
-        self.failure: str | None = None
-        self.received: int | None = None
-        self.exit_code = 0
-        self.output = output or Output(sys.stdout.buffer)
+        self.failure: str | None = None  # how the first that failed ended
+        self.received: int | None = None  # the signal that has asked the job to end
+        self.exit_code = 0  # as a shell tells it; 128 + the signal if one has ended the job
+        self.output = output or Output(sys.stdout.buffer)  # if they do not print where this process does
         self._start, self._size, self._say = start, size, say
         self._grace_seconds, self._end_within_seconds = grace_seconds, end_within_seconds
         self._passes_signals_on = passes_signals_on
@@ -189,7 +179,7 @@ class Job:
         """Whether some processes still run."""
         return any(process.exit_code is None for process in self.processes)
 
-    def run(self, each_look: Callable[[], None] = lambda: None) -> int | None:
+    def run(self) -> int | None:
         """Stay until all processes have ended; return the signal that asked them to, if one did."""
         with ExitStack() as opened:
             # Before any process: a signal while they start must end them, too.
@@ -200,13 +190,11 @@ class Job:
             for index in range(self._size):
                 self.processes.append(self._start(index))
             while self._goes_on() and not signals:
-                each_look()
                 time.sleep(LOOK_EVERY_SECONDS)
             if signals:
                 self.received = signals[-1]
                 name = signal.Signals(self.received).name
                 self._say(f"{name}: all are asked to end; a further signal kills them")
-        each_look()
         if self.received is not None:
             self.exit_code = 128 + self.received
         elif self.output.error is not None:
@@ -272,9 +260,8 @@ class LocalJob(Job):
 def loopback_interface() -> str:
     """Return the name of this machine's loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
-    for name in ("lo", "lo0"):
-        if name in names:
-            return name
+    if found := {"lo", "lo0"}.intersection(names):
+        return found.pop()
     has = ", ".join(names) or "none"
     raise ConfigError(f"this machine has no loopback interface, lo or lo0, to join processes: it has {has}")
 
@@ -291,6 +278,19 @@ def join_group(backend: str, *, timeout_seconds: float) -> None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         where = {"store": FileStore(os.environ[STORE_VARIABLE], size), "rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **where)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Make a default process group of this process only, which listens on the loopback interface only."""
+    # Gloo would otherwise listen on the address of this machine's name, which others may reach.
+    with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
+        # A store in memory: no one has to be met, and no port is opened.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            leave_group()
 
 
 def leave_group() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,21 @@ tree_map = _pytree.tree_map
 def children_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a module's own dictionaries of modules and of parameters, which change with it."""
     return module._modules, module._parameters
+
+
+def put_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Let a module look up its own parameters in another dictionary."""
+    module.__dict__["_parameters"] = parameters
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module are compiled: by `torch.compile(module)` or `module.compile()`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def version_of(tensor: torch.Tensor | None) -> int:
+    """Return how often a tensor, or one that shares its memory as a view, was written to in place."""
+    return -1 if tensor is None else tensor._version
 
 
 def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
@@ -100,26 +115,21 @@ def scales_now(scaler: GradScaler) -> bool:
 
 # Precision of products in fp32.
 
+# Both are None before torch 2.9, which has `torch.set_float32_matmul_precision` only.
+
 fp32_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
-"""Return the setting in effect for a backend ("generic" for all) and an operation of it ("all" for all).
+"""Return the setting in effect for a backend ("generic" for all) and an operation of it ("all" for all)."""
 
-None before torch 2.9, which has `torch.set_float32_matmul_precision` only.
-"""
-
-set_fp32_precision: Callable[[str, str, str], object] | None = getattr(
-    torch._C, "_set_fp32_precision_setter", None
-)
-"""Set it; "none" follows the wider setting. None before torch 2.9."""
+set_fp32_precision: Callable[..., object] | None = getattr(torch._C, "_set_fp32_precision_setter", None)
+"""Set it, by backend, operation and value; "none" follows the wider setting."""
 
 
 # DDP.
 
 
 def ddp_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters that DDP was built with, frozen ones too, but those that it is to ignore.
-
-    An object that is half made or taken apart, as a look at all objects may find it, has none.
-    """
+    """Return the parameters that DDP was built with, frozen ones too, but those that it is to ignore."""
+    # None of an object that is half made or taken apart, as a look at all objects may find it.
     parameters: list[nn.Parameter] = model.__dict__.get("_module_parameters", [])
     return parameters
 
@@ -218,10 +228,7 @@ def fsdp_parameters(group: Any) -> list[tuple[str | None, nn.Parameter]]:
 
 
 def fsdp_waits(states: Iterable[Any], groups: Iterable[Any]) -> bool:
-    """Return whether the user has said that one more backward pass of the same step follows.
-
-    By `set_requires_gradient_sync(False)` or `set_is_last_backward(False)`.
-    """
+    """Return whether `set_requires_gradient_sync(False)` or `set_is_last_backward(False)` was called."""
     reduces = all(group.all_reduce_grads and group.reduce_grads for group in groups)
     return not reduces or not all(state._state_ctx.is_last_backward for state in states)
 
@@ -233,8 +240,7 @@ def fsdp_has_calls_to_come(group: Any) -> bool:
 
 def fsdp_is_root(state: Any) -> bool | None:
     """Return whether no other state holds its module; None before the first forward pass."""
-    is_root: bool | None = state._is_root
-    return is_root
+    return cast("bool | None", state._is_root)
 
 
 def fsdp_is_finalized_by_hand(state: Any) -> bool:

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool, are_alike, gathered, in_each_process
+from pool import Pool, are_alike, in_each_process
 from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.errors import GradientError
@@ -51,19 +50,6 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.branches[dist.get_rank() % 2](self.stem(x))
-        return out
-
-
-class TwoHeads(nn.Module):
-    """A stem and one head a task."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(24, 32)
-        self.heads = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-
-    def forward(self, x: Tensor, task: int) -> Tensor:
-        out: Tensor = self.heads[task](self.stem(x))
         return out
 
 
@@ -190,54 +176,6 @@ def test_every_option_of_ddp(options: dict[str, Any]) -> None:
 
 
 @in_each_process(2)
-def test_a_layer_that_only_one_process_uses_gets_its_mean() -> None:
-    nearly_exact = PowerSGD(matrix_rank=16, min_compression_ratio=1)
-    exact, ours = (
-        train("unused", each, find_unused_parameters=True, steps=3)[0] for each in (AllReduce(), nearly_exact)
-    )
-    start = {name: p.detach() for name, p in build("unused").module.named_parameters()}
-    moved = {name: (exact[name] - start[name]).norm() for name in start}
-    assert moved["branches.2.weight"] == 0
-    assert moved["branches.1.weight"] > 0
-    for name, distance in moved.items():
-        assert (ours[name] - exact[name]).norm() <= 0.2 * distance, name
-
-
-@pytest.mark.parametrize("first_task", [0, 1], ids=["used first", "unused first"])
-@pytest.mark.parametrize("scale", [1.0, 2.0**12], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("algorithm", [POWER, BatchedPowerSGD()], ids=["PowerSGD", "BatchedPowerSGD"])
-@in_each_process(2)
-def test_a_layer_that_nobody_uses_for_a_while_keeps_what_it_is_owed(
-    algorithm: Algorithm, scale: float, first_task: int
-) -> None:
-    """Two tasks in turn: while one trains, DDP applies no gradient to the other's head."""
-    torch.manual_seed(0)
-    plain, ours = (
-        DistributedDataParallel(TwoHeads(), find_unused_parameters=True, bucket_cap_mb=0.005)
-        for _ in range(2)
-    )
-    ours.load_state_dict(plain.state_dict())
-    scaler = GradScaler("cpu", init_scale=scale) if scale != 1 else None
-    sync = thinwire.attach(ours, algorithm, grad_scaler=scaler)
-    totals = torch.zeros(2, 32, 32)
-    for step in range(9):
-        task = (first_task + step // 3) % 2
-        batch = batch_of("linear", step, dist.get_rank(), torch.float32)
-        for position, ddp_model in enumerate((plain, ours)):
-            ddp_model.zero_grad()
-            factor = scale if ddp_model is ours else 1.0
-            torch.autograd.backward(ddp_model(batch, task).square().mean() * factor)
-            gradient = ddp_model.module.heads[0].weight.grad
-            assert (gradient is None) == (task == 1)
-            if gradient is not None:
-                totals[position] += gradient / factor
-    owed = dict(sync.state_dict()["error"])["heads.0.weight"]
-    assert sync.stats().compression_ratio > 1.5
-    torch.testing.assert_close(totals[1] + owed, totals[0], rtol=1e-4, atol=1e-5)
-    assert owed.norm() > 0.01 * totals[0].norm()
-
-
-@in_each_process(2)
 def test_the_same_model_as_plain_ddp() -> None:
     """Exact averaging gives plain DDP's model; full rank gives nearly the same."""
     plain = build("linear")
@@ -265,16 +203,13 @@ def test_the_same_model_as_plain_ddp() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_complex_parameters(
-    pool2: Pool, algorithm: Algorithm, most_gap: float, compressed: bool, find_unused: bool
-) -> None:
+def test_complex_parameters(pool2: Pool, algorithm: Algorithm, most_gap: float, compressed: bool) -> None:
     """DDP's buckets hold them as real numbers, twice as many."""
     if any(refusals := pool2.run(_refusal_of_complex)):
-        for each in refusals:
-            assert each in ("Invalid scalar type", "pairs of real numbers")
+        assert set(refusals) <= {"Invalid scalar type", "pairs of real numbers"}
         pytest.skip(f"complex parameters need a later torch: {refusals[0]}")
-    pool2.run(_complex, algorithm, most_gap, compressed, find_unused)
+    for find_unused in (False, True):
+        pool2.run(_complex, algorithm, most_gap, compressed, find_unused)
 
 
 class Spectral(nn.Module):
@@ -294,13 +229,12 @@ def _refusal_of_complex() -> str:
     """DDP's own by torch 2.6 on Gloo, then Thinwire's; "" for none."""
     try:
         ddp_model = DistributedDataParallel(Spectral())
-    except RuntimeError as error:
-        return str(error)
-    thinwire.attach(ddp_model, AllReduce())
-    try:
+        thinwire.attach(ddp_model, AllReduce())
         torch.autograd.backward(ddp_model(torch.ones(8, 32)).square().mean())
     except GradientError as error:
         return "pairs of real numbers" if "pairs of real numbers" in str(error) else str(error)
+    except RuntimeError as error:
+        return str(error)
     return ""
 
 
@@ -323,60 +257,8 @@ def _complex(algorithm: Algorithm, most_gap: float, compressed: bool, find_unuse
 
 
 @in_each_process(2)
-def test_no_sync_accumulates_and_sends_once() -> None:
-    ddp_model, reference = build("linear"), build("linear")
-    sync = thinwire.attach(ddp_model, AllReduce())
-    first, second = (batch_of("linear", step, dist.get_rank(), torch.float32) for step in range(2))
-    with ddp_model.no_sync():
-        ddp_model(first).square().mean().backward()
-    messages_alone = sync.stats().messages
-    ddp_model(second).square().mean().backward()
-    with reference.no_sync():
-        reference(first).square().mean().backward()
-    reference(second).square().mean().backward()
-    pairs = zip(ddp_model.parameters(), reference.parameters(), strict=True)
-    equal = all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
-    assert messages_alone == 0
-    assert sync.stats().messages > 0
-    assert equal
-
-
-def gap_to_plain(
-    models: list[nn.Module], syncs: list[GradientSync], plain: list[nn.Module], steps: int = 4
-) -> float:
-    """How far sum of results + mean error is from plain DDP's sum, relative; the models are chained."""
-    totals: list[list[Tensor]] = []
-    for chain in (models, plain):
-        parameters = [p for model in chain for p in model.parameters()]
-        sums = [torch.zeros_like(p) for p in parameters]
-        for step in range(steps):
-            outputs = batch_of("linear", step, dist.get_rank(), torch.float32)
-            for model in chain:
-                model.zero_grad()
-                outputs = model(outputs)
-            torch.autograd.backward(outputs.square().mean())
-            for total, parameter in zip(sums, parameters, strict=True):
-                total.add_(cast(Tensor, parameter.grad))
-        totals.append(sums)
-    owed = [dict(sync.state_dict()["error"]) for sync in syncs]
-    names = [
-        (index, name.removeprefix("module."))
-        for index, model in enumerate(plain)
-        for name, _ in model.named_parameters()
-    ]
-    assert sum(map(len, owed)) > 0
-    got = [total + owed[i].get(name, 0) for total, (i, name) in zip(totals[0], names, strict=True)]
-    expected = torch.cat([total.view(-1) for total in totals[1]])
-    return float((torch.cat([each.view(-1) for each in got]) - expected).norm() / expected.norm())
-
-
-def gradients_in(models: list[nn.Module]) -> list[Tensor]:
-    return [p.grad for model in models for p in model.parameters() if p.grad is not None]
-
-
-@in_each_process(2)
 def test_two_models_in_one_backward_pass() -> None:
-    """A generator and a discriminator: their buckets become ready interleaved."""
+    """A generator and a discriminator, whose buckets become ready interleaved."""
     torch.manual_seed(3)
     modules = [nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)) for _ in range(2)]
     plain, ours = (
@@ -384,27 +266,26 @@ def test_two_models_in_one_backward_pass() -> None:
         for _ in range(2)
     )
     syncs = [thinwire.attach(model, POWER) for model in ours]
-    assert gap_to_plain([*ours], syncs, [*plain]) < 1e-5
+    sums = [[torch.zeros_like(p) for model in chain for p in model.parameters()] for chain in (plain, ours)]
+    for step in range(4):
+        for chain, totals in zip((plain, ours), sums, strict=True):
+            outputs = batch_of("linear", step, dist.get_rank(), torch.float32)
+            for model in chain:
+                model.zero_grad()
+                outputs = model(outputs)
+            torch.autograd.backward(outputs.square().mean())
+            gradients = [cast(Tensor, p.grad) for model in chain for p in model.parameters()]
+            for total, gradient in zip(totals, gradients, strict=True):
+                total.add_(gradient)
+    assert are_alike(gradients)
+    owed = [dict(sync.state_dict()["error"]) for sync in syncs]
+    names = [
+        (number, name) for number, model in enumerate(ours) for name, _ in model.module.named_parameters()
+    ]
+    for (number, name), true, given in zip(names, *sums, strict=True):
+        torch.testing.assert_close(given + owed[number].get(name, 0), true, rtol=1e-4, atol=1e-5)
+    assert all(map(len, owed))
     assert all(sync.stats().compression_ratio > 1.5 for sync in syncs)
-    assert are_alike(gradients_in([*ours]))
-
-
-@in_each_process(4)
-def test_a_process_group_of_some() -> None:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = groups[dist.get_rank() // 2]
-    ddp_model = build("linear", process_group=group)
-    sync = thinwire.attach(ddp_model, POWER)
-    for step in range(3):
-        ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
-    weight = next(iter(ddp_model.parameters()))
-    assert weight.grad is not None
-    assert group.size() == 2
-    assert sync.stats().compression_ratio > 1.5
-    first, second, third, fourth = gathered(weight.grad)
-    assert torch.equal(first, second)
-    assert torch.equal(third, fourth)
-    assert not torch.equal(first, third)
 
 
 @pytest.mark.parametrize(
@@ -531,17 +412,6 @@ def test_an_exception_in_the_backward_pass_leaves_the_state_savable() -> None:
     assert steps == 2
     for name in dict(before["error"]):
         assert torch.equal(dict(before["error"])[name], dict(after["error"])[name])
-
-
-@in_each_process(2)
-def test_torch_compile() -> None:
-    # Dynamo's own bucketing asserts that the first bucket is the smallest: DDP's default size.
-    ddp_model = build("linear", bucket_cap_mb=25)
-    compiled = cast(nn.Module, torch.compile(ddp_model, backend="aot_eager"))
-    sync = thinwire.attach(compiled, POWER)
-    assert gap_to_plain([compiled], [sync], [build("linear")]) < 1e-5
-    assert sync.stats().compression_ratio > 1.5
-    assert are_alike(gradients_in([compiled]))
 
 
 @pytest.mark.parametrize("saved_after", [1, 4])

@@ -37,7 +37,8 @@ Loop = Callable[[DistributedDataParallel, int, Tensor], Iterator[Tensor]]
 
 
 def passed(model: DistributedDataParallel, batch: Tensor, task: int) -> None:
-    torch.autograd.backward(model(batch, task).square().mean())
+    scale: Any = getattr(model, "loss_scale", 1.0)
+    torch.autograd.backward(model(batch, task).square().mean() * scale)
 
 
 def one_pass_in_no_sync(model: DistributedDataParallel, step: int, batch: Tensor) -> Iterator[Tensor]:
@@ -45,6 +46,12 @@ def one_pass_in_no_sync(model: DistributedDataParallel, step: int, batch: Tensor
     with model.no_sync():
         passed(model, batch, 0)
     passed(model, batch + 1, 1)
+    yield from model.parameters()
+
+
+def a_head_each(model: DistributedDataParallel, step: int, batch: Tensor) -> Iterator[Tensor]:
+    model.zero_grad()
+    passed(model, batch, dist.get_rank() % 2)
     yield from model.parameters()
 
 
@@ -87,6 +94,7 @@ def toggled_heads(model: DistributedDataParallel, step: int, batch: Tensor) -> I
 
 LOOPS: list[Loop] = [
     one_pass_in_no_sync,
+    a_head_each,
     two_averaged_passes,
     two_passes_in_unlike_orders,
     one_head_in_turn,
@@ -95,14 +103,20 @@ LOOPS: list[Loop] = [
 
 
 def check_owed(
-    algorithm: Algorithm, loop: Loop, machines: Any = False, min_ratio: float = 1.5, **options: Any
+    algorithm: Algorithm,
+    loop: Loop,
+    machines: Any = False,
+    min_ratio: float = 1.5,
+    scale: float = 1.0,
+    **options: Any,
 ) -> None:
     """What plain DDP applies is what Thinwire has applied, and its residual. The models stand still."""
     torch.manual_seed(0)
     options = {"find_unused_parameters": True, "bucket_cap_mb": 0.005, **options}
     plain, ours = (DistributedDataParallel(TwoHeads(), **options) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
-    sync = thinwire.attach(ours, algorithm, machines=machines)
+    ours.loss_scale = scale
+    sync = thinwire.attach(ours, algorithm, machines=machines, grad_scaler=lambda: scale)
     names = [name for name, _ in ours.module.named_parameters()]
     applied = {model: [torch.zeros_like(each) for each in model.parameters()] for model in (plain, ours)}
     for step in range(8):
@@ -111,7 +125,8 @@ def check_owed(
             place_of = {id(parameter): place for place, parameter in enumerate(model.parameters())}
             for parameter in loop(model, step, batch):
                 assert parameter.grad is not None
-                totals[place_of[id(parameter)]] += parameter.grad
+                unscaled = parameter.grad / (scale if model is ours else 1.0)
+                totals[place_of[id(parameter)]] += unscaled
     owed = dict(sync.state_dict()["error"])
     assert any(residual.any() for residual in owed.values())
     assert sync.stats().compression_ratio > min_ratio
@@ -136,10 +151,11 @@ def test_it_holds_in_the_step_after_a_warm_up(loop: Loop) -> None:
     check_owed(PowerSGD(matrix_rank=1, warmup_steps=3), loop, min_ratio=1.2)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
 @pytest.mark.parametrize("loop", [two_averaged_passes, one_head_in_turn])
 @in_each_process(2)
-def test_it_holds_where_parameters_are_mixed(loop: Loop) -> None:
-    check_owed(BatchedPowerSGD(matrix_rank=2), loop)
+def test_it_holds_where_parameters_are_mixed_and_losses_scaled(loop: Loop, scale: float) -> None:
+    check_owed(BatchedPowerSGD(matrix_rank=2), loop, scale=scale)
 
 
 @pytest.mark.parametrize("loop", [two_passes_in_unlike_orders, one_head_in_turn])

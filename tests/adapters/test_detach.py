@@ -11,20 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from adapters.test_sharded import (
-    agreed,
-    backward,
-    language,
-    mesh_of,
-    needs_replicate,
-    replicated,
-    runs_on_cpus,
-    sharded,
-    whole,
-    wide,
-)
+from adapters.test_sharded import agreed, backward, mesh_of, runs_on_cpus, sharded, wide
 from pool import in_each_process
-from thinwire import AllReduce, LocalSGD, PowerSGD, hooks
+from thinwire import LocalSGD, PowerSGD, hooks
 from training import error_of
 
 POWER = PowerSGD(matrix_rank=2)
@@ -132,19 +121,3 @@ def _alike(model: nn.Module) -> bool:
     everyone = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(everyone, mine, group=mesh_of()["replicate"].get_group())
     return torch.equal(*everyone)
-
-
-@needs_replicate
-@in_each_process(4)
-def test_a_detached_replicated_model_is_averaged_by_pytorch_again() -> None:
-    native, ours = (replicated(language()) for _ in range(2))
-    sync = thinwire.attach(ours, AllReduce())
-    backward(ours, 0)
-    assert sync.steps == 1
-    sync.detach()
-    ours.zero_grad()
-    for model in (native, ours):
-        backward(model, 1)
-    pairs = zip(native.parameters(), ours.parameters(), strict=True)
-    gaps: list[Any] = [whole(a.grad) - whole(b.grad) for a, b in pairs if a.grad is not None]
-    assert max(float(gap.abs().max()) for gap in gaps) <= 1e-9

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from pool import are_alike, in_each_process
 from thinwire import AllReduce, Cast, ConfigError, PowerSGD, hooks
-from thinwire.adapters.common import counted, divide_by_contributors
+from thinwire.adapters.common import divide_by_contributors
+from thinwire.adapters.join import counted
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.comm import ProcessGroupTransport
 from thinwire.powersgd import AlgorithmAggregator
@@ -66,6 +67,18 @@ def true_sum(module: nn.Module, num_batches: tuple[int, ...], divide_by_initial:
     return total
 
 
+def total_in(
+    context: AbstractContextManager[Any], model: nn.Module, batches: tuple[int, ...]
+) -> list[Tensor]:
+    """Sum of the gradients of this process's batches."""
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    with context:
+        for step in range(batches[dist.get_rank()]):
+            for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
+                each.add_(gradient)
+    return total
+
+
 def gap_of(total: list[Tensor], true: list[Tensor]) -> float:
     got, expected = (torch.cat([each.view(-1) for each in side]) for side in (total, true))
     return float((got - expected).norm() / expected.norm().clamp_min(1e-30))
@@ -92,11 +105,7 @@ def test_results_plus_what_is_still_owed_are_the_true_sum(
     model = new_model()
     plain = copy.deepcopy(model.module)
     sync = thinwire.attach(model, algorithm)
-    total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
-    with thinwire.join(sync, divide_by_initial):
-        for step in range(num_batches[dist.get_rank()]):
-            for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
-                each.add_(gradient)
+    total = total_in(thinwire.join(sync, divide_by_initial), model, num_batches)
     error = dict(sync.state_dict()["error"])
     owed = [error.get(name, torch.zeros(())) for name, _ in plain.named_parameters()]
     settled = [each + rest for each, rest in zip(total, owed, strict=True)]
@@ -121,14 +130,10 @@ def test_facts_9_every_hook_divides_as_asked(name: str, divisor: str) -> None:
     if name == "post_localSGD_hook":
         state = hooks.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=100)
     model.register_comm_hook(state, getattr(hooks, name))
-    total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     divide_by_initial = divisor != "contributors"
     stock = divisor.endswith("model.join")
     context: AbstractContextManager[Any] = model.join() if stock else thinwire.join(model, divide_by_initial)
-    with context:
-        for step in range(num_batches[dist.get_rank()]):
-            for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
-                each.add_(gradient)
+    total = total_in(context, model, num_batches)
     if isinstance(state, hooks.PowerSGDState):
         assert state.stats().compression_ratio > 1.5
         error = dict(state.state_dict()["error"])

@@ -20,7 +20,7 @@ WIDTH, NAMES = 16, ("first", "second", "third")
 
 @dataclass
 class NoFSDP:
-    """What an adapter asks of FSDP2."""
+    """Stands for FSDP2."""
 
     parameters: Sequence[nn.Parameter]
     waits_for_more: bool = False
@@ -90,7 +90,7 @@ def test_members_that_see_gradients_in_unlike_orders_send_them_in_one() -> None:
         early = [process.backward(10 * step + rank) for step in range(3)]
         gradients = [cast(Tensor, each.grad) for each in matrices.values()]
         ratio = engine.reporter.counts().compression_ratio
-        # Lanes are opened again, in the order that was seen.
+        # Buckets are opened again, in the order that was seen.
         GradientSync(engine).use(PowerSGD(matrix_rank=2))
         process.backward(30 + rank)
         return early, torch.cat(gradients), ratio, [plan.labels for plan in engine.buckets.plans]

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from adapters.test_sharded import runs_on_cpus
 from pool import are_alike, in_each_process
-from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, powersgd
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.errors import AgreementError, ConfigError, StepError
+from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync import engine_of
 from training import error_of, new_model
 
@@ -56,13 +57,20 @@ def gradient_of(model: nn.Module) -> Tensor:
 
 
 class Run:
-    """Passes of a DDP model over samples of this process's own, and the weight of each."""
+    """Passes of a model over samples of this process's own, and the weight of each."""
 
-    def __init__(self, algorithm: Algorithm, **options: Any) -> None:
+    def __init__(self, algorithm: Algorithm, *, has_ddp: bool = True, **options: Any) -> None:
         self.step = 0
         self.asked: list[int] = []
-        self.model = DistributedDataParallel(new_model(dtype=torch.float64), bucket_cap_mb=0.01)
-        self.sync = thinwire.attach(self.model, algorithm, **({"weight": self.weight} | options))
+        self.model: nn.Module = new_model(dtype=torch.float64)
+        options = {"weight": self.weight} | options
+        self.aggregator: AlgorithmAggregator | None = None
+        if has_ddp:
+            ddp_model = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
+            self.model, self.sync = ddp_model, thinwire.attach(ddp_model, algorithm, **options)
+        else:
+            self.aggregator = AlgorithmAggregator(self.model.parameters(), algorithm, **options)
+            self.sync = self.aggregator.sync
 
     def weight(self) -> int:
         self.asked.append(self.step)
@@ -71,13 +79,20 @@ class Run:
     def gradient(self) -> Tensor:
         self.model.zero_grad()
         torch.autograd.backward(loss_of(self.model, samples(self.step, dist.get_rank())))
+        mean = gradient_of(self.model)
+        if self.aggregator is not None:
+            gradients = [parameter.grad for parameter in self.model.parameters()]
+            mean = torch.cat([mean.flatten() for mean in self.aggregator.aggregate(gradients)])
+            # What is added to this is scaled by the next weight.
+            assert not any(gradient.any() for gradient in gradients if gradient is not None)
         self.step += 1
-        return gradient_of(self.model)
+        return mean
 
 
+@pytest.mark.parametrize("has_ddp", [True, False])
 @in_each_process(2)
-def test_the_mean_is_that_of_one_process_with_all_samples() -> None:
-    run, plain = Run(AllReduce()), Run(AllReduce(), weight=None)
+def test_the_mean_is_that_of_one_process_with_all_samples(has_ddp: bool) -> None:
+    run, plain = (Run(AllReduce(), has_ddp=has_ddp, **options) for options in ({}, {"weight": None}))
     for step in range(5):
         mean = run.gradient()
         torch.testing.assert_close(mean, whole_gradient(step), rtol=1e-10, atol=1e-12)
@@ -85,34 +100,33 @@ def test_the_mean_is_that_of_one_process_with_all_samples() -> None:
         plain.gradient()
     assert run.asked == list(range(5))
     # One message of eight bytes a step, which is waited for before the gradients' are sent.
-    weighed, unweighed = (each.sync.stats() for each in (run, plain))
+    weighed, unweighed = run.sync.stats(), plain.sync.stats()
     assert weighed.message_bytes - unweighed.message_bytes == 5 * 8
     assert weighed.messages - unweighed.messages == 5
     assert weighed.rounds - unweighed.rounds == 5
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "has_ddp"),
     [
-        Quantize(bits=4, error_feedback=True),
-        PowerSGD(matrix_rank=2),
-        BatchedPowerSGD(),
-        TopK(error_decay=1, merge="members"),
+        (Quantize(bits=4, error_feedback=True), True),
+        (PowerSGD(matrix_rank=2), True),
+        (PowerSGD(matrix_rank=2), False),
+        (BatchedPowerSGD(), True),
+        (TopK(error_decay=1, merge="members"), True),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("machines", [False, True])
 @in_each_process(4)
-def test_what_a_mean_lacks_is_in_the_residuals(algorithm: Algorithm, machines: bool) -> None:
+def test_what_a_mean_lacks_is_in_the_residuals(algorithm: Algorithm, has_ddp: bool, machines: bool) -> None:
     """In one unit, while weights change: sums of means and residuals are those of the true means."""
-    run = Run(algorithm, machines=PAIRS if machines else False)
+    run = Run(algorithm, has_ddp=has_ddp, machines=PAIRS if machines else False)
     means = torch.stack([run.gradient() for _ in range(6)]).sum(0)
     assert are_alike([means])
-    error = run.sync.state_dict()["error"]
-    names = [f"{name}" for name, _ in run.model.module.named_parameters()]
-    sizes = [parameter.numel() for parameter in run.model.parameters()]
-    zeros = {name: torch.zeros(size) for name, size in zip(names, sizes, strict=True)}
-    residual = torch.cat([(zeros | dict(error))[name].flatten() for name in names])
+    error = dict(run.sync.state_dict()["error"])
+    specs = engine_of(run.sync).specs
+    residual = torch.cat([error.get(spec.name, torch.zeros(spec.numel)).flatten() for spec in specs])
     true = torch.stack([whole_gradient(step) for step in range(6)]).sum(0)
     torch.testing.assert_close(means + residual, true, rtol=1e-4, atol=1e-5)
     assert (means - true).norm() > 1e-3 * true.norm()
@@ -162,26 +176,27 @@ def test_replicas_of_shards(algorithm: Algorithm, tolerance: float) -> None:
 
 @in_each_process(2)
 def test_a_number_is_sent_once() -> None:
-    run = Run(AllReduce(), weight=3 - 2 * dist.get_rank())
-    plain = Run(AllReduce(), weight=None)
+    run, plain = Run(AllReduce(), weight=3 - 2 * dist.get_rank()), Run(AllReduce(), weight=None)
+    mine = new_model(dtype=torch.float64)
     for _ in range(3):
         run.step = plain.step = 1  # where both have samples
         run.gradient()
         plain.gradient()
-    plain.step = 1
     assert run.sync.stats().message_bytes - plain.sync.stats().message_bytes == 8
-    with plain.model.no_sync():
-        mine = plain.gradient()
-    both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine)
+    torch.autograd.backward(loss_of(mine, samples(1, dist.get_rank())))
+    both = [torch.empty_like(gradient_of(mine)) for _ in range(2)]
+    dist.all_gather(both, gradient_of(mine))
     torch.testing.assert_close(gradient_of(run.model), 0.75 * both[0] + 0.25 * both[1])
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "4", True, [1, 2]])
 @in_each_process(2)
 def test_what_is_no_weight_is_refused(weight: Any) -> None:
+    for has_ddp in (True, False):
+        with pytest.raises(ConfigError, match=r"^weight must be a number"):
+            Run(AllReduce(), has_ddp=has_ddp, weight=weight)
     with pytest.raises(ConfigError, match=r"^weight must be a number"):
-        Run(AllReduce(), weight=weight)
+        powersgd.AllReduce(weight=weight)
     run = Run(AllReduce(), weight=lambda: weight if dist.get_rank() else 1)
     # On all processes: none waits for the other.
     message = error_of(run.gradient)
@@ -207,12 +222,14 @@ def test_processes_that_weigh_differently_are_told(other: Any) -> None:
         run.gradient()
 
 
+@pytest.mark.parametrize("has_ddp", [True, False])
 @in_each_process(2)
-def test_it_does_not_go_with_dividing_by_contributors() -> None:
-    run = Run(AllReduce())
+def test_it_does_not_go_with_dividing_by_contributors(has_ddp: bool) -> None:
+    run = Run(AllReduce(), has_ddp=has_ddp)
     with (
         pytest.raises(ConfigError, match="does not go with weight"),
-        thinwire.join(run.model, divide_by_initial_world_size=False),
+        thinwire.join(run.aggregator or run.model, divide_by_initial_world_size=False),
     ):
         pass
-    assert engine_of(run.sync).settings.weight is not None
+    run.gradient()
+    assert run.asked == [0]

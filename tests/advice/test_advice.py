@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
+import math
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,14 +18,12 @@ from torch import nn
 
 import thinwire
 from advice.ways import advice_of, network, way
-from cli.test_cli import exit_code
 from pool import Pool
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice
-from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss
-from thinwire.advice.notes import notes_on_link, notes_on_saving
+from thinwire.advice import Advice, losses, step_benchmark
+from thinwire.advice.forecast import notes_on_link
+from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss, priced
 from thinwire.advice.prediction import Prediction
-from thinwire.advice.priced import BASELINE, priced
 from thinwire.advice.step_benchmark import slowest_of
 from thinwire.advice.timeline import LoopbackTransport, Sent, Stopwatch, Timeline
 from thinwire.comm import Collective, agree, gather_numbers
@@ -101,16 +96,6 @@ def predicted(name: str, low_ms: float, high_ms: float, order: int, sent_bytes: 
 
 def advised(*predictions: Prediction, compute_ms: float = 1.0) -> Advice:
     return advice_of(*predictions, careful=(predicted("16 bits", 99, 101, 0),), compute_ms=compute_ms)
-
-
-def test_the_table_has_all_numbers_below_each_other() -> None:
-    advice = advised(*(predicted(name, 1234.5, 2345.6, 1, 10) for name in priced()))
-    table = str(advice).split("\n\n")[1].splitlines()
-    assert max(map(len, table)) <= 110
-    numbers = [line for line in table if " – " in line]
-    assert len({line.index(" – ") for line in numbers}) == 1
-    names = ["computing alone", "16 bits, DDP as it is", *priced()]
-    assert [line.partition("  ")[0] for line in table[1:]] == names
 
 
 def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None:
@@ -373,13 +358,19 @@ def _alive() -> tuple[int, int, list[list[str]]]:
     return dist.get_world_size(), len(advice.predictions), alive
 
 
-def test_what_saving_costs_is_told_of_what_keeps_a_residual() -> None:
-    few, plain = predicted("rank 4", 50, 54, 2), predicted("4 bits", 50, 54, 2)
-    few, link = replace(few, residual_bytes=400_000_000), MeasuredLink(network(1e8, 0.001), 2)
-    assert list(notes_on_saving(few, link)) == [
-        "Saving (state_dict) averages the residual of rank 4, 400 MB, over the link: about 32 s each time."
-    ]
-    assert not list(notes_on_saving(plain, link))
+def test_a_process_alone_needs_no_group() -> None:
+    """And what saving costs is told of what keeps a residual."""
+    probe, few = network(1e4, 0.001, world_size=4), dict(list(priced().items())[:4])
+    few |= {"PowerSGD(matrix_rank=1)": priced()["PowerSGD(matrix_rank=1)"]}
+    with patch.object(step_benchmark, "priced", few.copy), patch.object(losses, "priced", few.copy):
+        advice = thinwire.advise(new_model(), one_step, probe, budget_seconds=0.1, budget_loss=math.inf)
+    assert not dist.is_initialized()
+    assert advice.best.residual_bytes == 4 * 2 * 256 * 512
+    residual = f"Saving (state_dict) averages the residual of {advice.best.name}, 1.05 MB, over the link"
+    assert any(note.startswith(residual) for note in advice.notes)
+    with pytest.raises(ConfigError, match="probe measures between processes: start at least 2, got 1"):
+        thinwire.advise(new_model(), one_step)
+    assert not dist.is_initialized()
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:
@@ -406,82 +397,3 @@ def _refused() -> int:
             thinwire.advise(**given)
         assert message in str(caught.value)
     return dist.get_world_size()
-
-
-MODULE = """
-import torch
-def build():
-    return torch.nn.Linear(256, 256)
-def step(model):
-    model(torch.ones(4, 256)).sum().backward()
-def broken():
-    raise ValueError("no weights here")
-def number():
-    return 7
-def ends():
-    raise SystemExit(4)
-"""
-SUCH = "train:build for build() of train.py in this folder"
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """Runs the command in a folder with a user's module; returns its exit code."""
-    (tmp_path / "mine.py").write_text(MODULE)
-    # It has parsed the arguments of `thinwire advise` as its own, for one.
-    (tmp_path / "ending.py").write_text("raise SystemExit(3)")
-    network(1e6, 0.001).save(tmp_path / "probe.json")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("")
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    return partial(exit_code, monkeypatch, "advise", "--probe=probe.json", "--budget-seconds=0.5")
-
-
-def test_the_command(command: Callable[..., object], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--model=mine:build", "--step=mine:step", "--json", "--optimizer=Sophia", "--budget-loss=3%"]
-    options.append("--steps=5000")
-    assert command(*options) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["best"]["is_lossy"] is told["compress"] is True
-    assert told["nothing_to_win"] is False
-    assert told["best"] in told["tied"]
-    assert told["budget_loss"] == 0.03
-    assert told["best"]["code"] in told["lines"]["DDP"]
-    assert "No loss gap was measured with Sophia, only with AdamW, Lion, Muon, SGD" in told["notes"][0]
-    assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
-
-
-@pytest.mark.parametrize(
-    ("model", "step", "share", "message"),
-    [
-        ("mine:nothing", "mine:step", "1%", "--model mine:nothing can't be imported (AttributeError"),
-        ("nowhere:build", "mine:step", "1%", "--model nowhere:build can't be imported (ModuleNotFound"),
-        ("mine:broken", "mine:step", "1%", "mine:broken failed: ValueError: no weights here"),
-        ("mine:ends", "mine:step", "1%", "mine:ends failed: SystemExit: 4"),
-        ("ending:build", "mine:step", "1%", "can't be imported (SystemExit: 3); give a file without"),
-        ("mine:number", "mine:step", "1%", "mine:number must return a torch.nn.Module, got 7"),
-        *(
-            (
-                mistyped,
-                "mine:step",
-                "1%",
-                f"--model must be MODULE:FUNCTION, such as {SUCH}; got {mistyped!r}",
-            )
-            for mistyped in ("./mine.py:build", "mine.py:build", "mine", "mine:")
-        ),
-        ("mine:build", "mine:step", "much", "--budget-loss must be from 0 to 20%, such as 0.5%, or any; got"),
-        ("mine:build", "mine:number", "1%", "mine:number failed: TypeError"),
-    ],
-)
-def test_mistakes_are_one_line(
-    model: str,
-    step: str,
-    share: str,
-    message: str,
-    command: Callable[..., object],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command(f"--model={model}", f"--step={step}", f"--budget-loss={share}") == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error

@@ -22,9 +22,8 @@ from pool import Pool
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
 from thinwire.advice.automatic import Auto, Rules, _differs
-from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training
-from thinwire.advice.prediction import Prediction, choose
-from thinwire.advice.priced import priced
+from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training, priced
+from thinwire.advice.prediction import Prediction
 from thinwire.algorithms import Algorithm
 from thinwire.comm import run_members
 from thinwire.simulation import Simulation
@@ -84,22 +83,6 @@ def trial(name: str, order: int, ms: float, *, spread: float = 0.0) -> Predictio
 
 
 EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
-
-
-@pytest.mark.parametrize(
-    ("trials", "best"),
-    [
-        ([EXACT, SIXTEEN, trial("fine", 2, 60), trial("rough", 3, 50)], "rough"),
-        # Not distinguishable: what loses less.
-        ([EXACT, SIXTEEN, trial("fine", 2, 51, spread=2), trial("rough", 3, 50)], "fine"),
-        ([EXACT, trial("sixteen", 1, 99, spread=2)], "exact"),
-        ([EXACT, SIXTEEN], "sixteen"),
-        # An approximation has a price.
-        ([EXACT, SIXTEEN, trial("fine", 2, 77)], "sixteen"),
-    ],
-)
-def test_the_best_of_the_trials(trials: list[Prediction], best: str) -> None:
-    assert choose(trials, 0.05).name == choose(trials[::-1], 0.05).name == best
 
 
 @pytest.mark.parametrize(("ms", "changed"), [(100, False), (119, False), (121, True), (79, True)])

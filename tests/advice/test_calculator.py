@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.advice.planned_steps import StatedLink, advise_by_size
+from thinwire.advice.planned_steps import advise_by_size
+from thinwire.probe.measured_link import MeasuredLink
 
 ROOT = Path(__file__).parents[2]
 FACTS: list[dict[str, Any]] = [
@@ -46,7 +47,7 @@ def test_the_calculator_says_what_the_command_says() -> None:
     run = ["node", "-e", script, json.dumps(FACTS)]
     ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     for facts, told in zip(FACTS, json.loads(ended.stdout), strict=True):
-        link = StatedLink.of_rate(8 * facts["bytesPerSecond"], 0.0, facts["machines"])
+        link = MeasuredLink.of_rate(8 * facts["bytesPerSecond"], 0.0, facts["machines"])
         advice = advise_by_size(
             facts["parameters"],
             facts["computeSeconds"],

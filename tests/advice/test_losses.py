@@ -16,7 +16,6 @@ from torch import nn
 import thinwire
 from advice.ways import (
     EVERYTHING,
-    EXACT,
     ONE,
     ROUGH,
     SIXTEEN,
@@ -27,6 +26,7 @@ from advice.ways import (
     row,
     way,
 )
+from thinwire.advice.forecast import notes_on_link
 from thinwire.advice.losses import (
     ExpectedLoss,
     Training,
@@ -36,16 +36,13 @@ from thinwire.advice.losses import (
     loss_gaps,
     notes_on_losses,
     optimizer_name,
+    priced,
 )
-from thinwire.advice.notes import notes_on_link
-from thinwire.advice.prediction import Prediction, choose
-from thinwire.advice.priced import SHARDING, priced
-from thinwire.algorithms import Algorithm
-from thinwire.comm import InProcessTransport
+from thinwire.advice.planned_steps import advise_by_size
+from thinwire.advice.prediction import SHARDING, Prediction, choose
 from thinwire.plan import ParameterSpec
 from thinwire.probe import Timing
 from thinwire.probe.measured_link import MeasuredLink
-from thinwire.sync import Engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -244,28 +241,29 @@ def test_of_ties_in_time_and_loss_the_most_bits_win() -> None:
     assert choose(faster, 0.05).name == "Quantize(bits=2)"
 
 
-def on_links(optimizer: str, budget_loss: float) -> list[str]:
+def on_links(training: Training, budget_loss: float = 0.01) -> list[str]:
     """The rule's choices from the fastest link to the slowest, for a step that hides 60 of its 100 ms."""
-    training = Training(optimizer, 4, 140_000, 3000)
     # The trainings of the table were as wide: there matrix rank 16 sends 6 times fewer bytes.
     specs = [ParameterSpec.of("weight", torch.zeros(192, 192))]
-    group = InProcessTransport.group(4)[0]
-
-    def bytes_of(algorithm: Algorithm) -> float:
-        return Engine(algorithm, group, specs).plan.message_bytes
-
-    sent = {code: bytes_of(variant.algorithm) for code, variant in priced().items()}
     losses = expected_losses(training)
     ways = [
-        way(name, 0, 0, losses[name], is_lossy=name not in (EXACT.name, SIXTEEN.name), sent_bytes=size)
-        for name, size in sent.items()
+        way(
+            name,
+            0,
+            0,
+            losses[name],
+            is_lossy=not variant.keeps_16_bits,
+            sent_bytes=sum(
+                route.message_bytes for route in variant.algorithm.prepare(specs, num_members=4).routes
+            ),
+        )
+        for name, variant in priced().items()
     ]
     found: list[str] = []
     for exponent in range(400):
-        seconds_per_byte = 1.05**exponent * 1e-11
         timed = []
         for prediction in ways:
-            exposed_seconds = max(0.0, seconds_per_byte * prediction.sent_bytes - HIDDEN_SECONDS)
+            exposed_seconds = max(0.0, 1.05**exponent * 1e-11 * prediction.sent_bytes - HIDDEN_SECONDS)
             seconds = STEP_SECONDS + exposed_seconds
             timed.append(replace(prediction, step_seconds=seconds, low_seconds=seconds, high_seconds=seconds))
         best = choose(timed, 0.05, budget_loss).name
@@ -274,22 +272,75 @@ def on_links(optimizer: str, budget_loss: float) -> list[str]:
     return found
 
 
-def test_the_pages_tell_what_is_advised() -> None:
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("column", "optimizer"), [(0, "SGD"), (1, "AdamW")])
+def test_the_pages_tell_what_is_advised(column: int, optimizer: str) -> None:
     """docs/choosing.md line by line; the other pages where they name one."""
-    choosing = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
-    rows = choosing.partition("| messages |")[2].partition("| why |")[0].splitlines()[2:]
-    cells = [[re.findall("`(.+?)`", cell)[:1] for cell in row.split("|")[2:4]] for row in rows]
-    for column, optimizer in enumerate(("SGD", "AdamW")):
-        told = [name.replace("TopK()", str(thinwire.TopK())) for (name,) in (row[column] for row in cells)]
-        assert on_links(optimizer, 0.01) == ["AllReduce()", *told[:-1]]
-        # Averaging models less often is not priced.
-        attached = [name for name in told if not name.startswith("LocalSGD")]
-        assert on_links(optimizer, 0.03) == ["AllReduce()", *attached]
-    adamw = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8").partition("## Which")[2]
-    assert re.findall(r"\| `(.+?)` \| [\d.]+ \|", adamw)[:4] == on_links("AdamW", 0.01)[1:]
-    for page in ("README.md", "docs/quickstart.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert "thinwire.attach(model, thinwire.Quantize(bits=4))" in text
+    rows = page("docs/choosing.md").partition("| messages |")[2].partition("| why |")[0].splitlines()[2:]
+    cells = [re.findall("`(.+?)`", row.split("|")[2 + column])[0] for row in rows]
+    told = [name.replace("TopK()", str(thinwire.TopK())) for name in cells]
+    training = Training(optimizer, 4, 140_000, 3000)
+    assert on_links(training) == ["AllReduce()", *told[:-1]]
+    # Averaging models less often is not priced.
+    attached = [name for name in told if not name.startswith("LocalSGD")]
+    assert on_links(training, 0.03) == ["AllReduce()", *attached]
+    if optimizer == "AdamW":
+        lines = re.findall(r"\| `(.+?)` \| [\d.]+ \|", page("docs/optimizers.md").partition("## Which")[2])
+        assert lines[:4] == on_links(training)[1:]
+    for name in ("README.md", "docs/quickstart.md"):
+        assert "thinwire.attach(model, thinwire.Quantize(bits=4))" in page(name)
+
+
+@pytest.mark.parametrize(
+    ("row", "training"),
+    [
+        ("AdamW, a GPT of up to 3 M, at least 1,500 steps", Training("AdamW", 2, 3_300_000, 1500)),
+        ("AdamW, 11 M in 1,125 steps, 25 M in 750, or more", Training("AdamW", 2, 11_000_000, 1125)),
+        ("AdamW, 11 M in 1,125 steps, 25 M in 750, or more", Training("AdamW", 2, 25_600_000, 750)),
+        ("AdamW, 85 M or more, at least 1,800 steps", Training("AdamW", 2, 85_600_000, 1800)),
+        ("AdamW, 85 M or more, at least 1,800 steps", Training("AdamW", 2, 350_000_000, 20_000)),
+        ("AdamW, 375 steps or some more", Training("AdamW", 2, 85_600_000, 450)),
+        ("AdamW, fewer steps", Training("AdamW", 2, 11_000_000, 300)),
+        ("AdamW, an LSTM", Training("AdamW", 4, 1_184_000, 400, is_recurrent=True)),
+        ("Lion", Training("Lion", 4, 140_000, 2000)),
+        ("Muon", Training("Muon", 4, 140_000, 2000)),
+    ],
+    ids=str,
+)
+def test_the_page_takes_the_bits_that_the_rule_takes_on_a_slow_link(row: str, training: Training) -> None:
+    (bits,) = re.findall(rf"^\| {row} \| (\d+) bits", page("docs/choosing.md"), re.M)
+    best = 'Cast("bf16")' if bits == "16" else f"Quantize(bits={bits})"
+    assert on_links(training)[-1] == best
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_the_page_of_slow_links_takes_what_is_advised(optimizer: str) -> None:
+    text, parameters, compute_seconds = page("docs/wide-area.md"), 350_000_000, 0.8
+    ratios = re.findall(
+        r"[\d.]+", text.partition("sending 16 bits, over computing |")[2].partition("more")[0]
+    )
+    cells = text.partition(f"\n| {optimizer} | ")[2].splitlines()[0].split(" | ")
+    for ratio, cell in zip(ratios, cells, strict=False):
+        link = MeasuredLink.of_rate(16 * parameters / (float(ratio) * compute_seconds), 2e-4, 2)
+        options = {"optimizer": optimizer, "total_steps": 20_000}
+        best = advise_by_size(parameters, compute_seconds, link, **options).best  # type: ignore[arg-type]
+        (told, *_) = re.findall("`(.+?)`|leave DDP as it is|2 or 4 bits", cell)
+        assert best.name == (told or {"2": "Quantize(bits=2)"}.get(cell[0], "AllReduce()")), ratio
+        if "4 bits" in cell:
+            careful = advise_by_size(parameters, compute_seconds, link, budget_loss=0.005, **options)  # type: ignore[arg-type]
+            assert careful.best.name == "Quantize(bits=4)"
+
+
+def test_low_rank_that_was_measured_in_a_small_model_tells_nothing_of_a_far_larger_one() -> None:
+    def rank_16(optimizer: str | None, parameters: int) -> str:
+        return expected_losses(Training(optimizer, 2, parameters, 2000))["PowerSGD(matrix_rank=16)"].short
+
+    assert [rank_16("AdamW", size) for size in (670_000, 6_700_000, 6_700_001)] == ["+1.0", "+1.0", "?"]
+    assert rank_16(None, 350_000_000) == rank_16("Sophia", 350_000_000) == "?"
+    assert rank_16("SGD", 350_000_000) == "-0.1"
 
 
 def test_where_nothing_meets_the_budget_the_nearest_is_told() -> None:

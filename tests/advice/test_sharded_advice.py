@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -22,13 +20,11 @@ from pool import Pool
 from thinwire import ConfigError
 from thinwire.adapters.sharded.model import local_of
 from thinwire.advice import Advice, losses, sharded_subject, step_benchmark
-from thinwire.advice.priced import SHARDING, priced
-from thinwire.advice.timeline import Sent, Timeline
+from thinwire.advice.losses import priced
+from thinwire.advice.prediction import SHARDING
 from thinwire.errors import AttachError
 from thinwire.probe import Probe, probe
-from thinwire.probe.measured_link import MeasuredLink
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROWS, COLUMNS, RANK = 256, 512, 4
 FEW = ["AllReduce()", 'Cast("bf16")', "Quantize(bits=4)", f"PowerSGD(matrix_rank={RANK})"]
 
@@ -114,30 +110,3 @@ def _state(model: nn.Module) -> Any:
 def test_a_mesh_is_for_sharded_models_only() -> None:
     with pytest.raises(ConfigError, match="replicas is for models of fully_shard; leave it out"):
         thinwire.advise(nn.Linear(2, 2), one_step, network(1e6), replicas=object())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("rate", "results"),
-    [(1e8, "2026-11-22-sharded-medium.json"), (1e9, "2026-11-22-sharded-medium-1gbit.md")],
-)
-def test_the_reckoning_of_a_shared_link_fits_measured_steps(rate: float, results: str) -> None:
-    """On the table as data: compute only, and the bytes of a machine's link, give what a step took.
-
-    There four processes shared two cores, and messages hid behind nothing: all are sent when the pass ends.
-    Arithmetic is left out, so what compresses may be predicted too low, never too high by much.
-    """
-    table = [
-        [cell.strip() for cell in line.strip("|\n").split("|")]
-        for line in (RESULTS / results).with_suffix(".md").read_text().splitlines()
-        if line.startswith("|") and line.count("|") == 8
-    ]
-    rows = {row[0]: (float(row[1]) / 1e3, float(row[5]) * 1e6) for row in table[2:]}
-    compute, _ = rows.pop("compute only")
-    errors, link = {}, MeasuredLink(network(rate), 2, 2)
-    for name, (seconds, machine_bytes) in rows.items():
-        # The shards of seven modules; of each host's bytes one process has sent half.
-        sent = (Sent(compute, int(machine_bytes / 2 / 7), compute),) * 7
-        errors[name] = Timeline(sent, compute).step_seconds(link.transfer) / seconds - 1
-    assert len(errors) >= 6
-    assert median(map(abs, errors.values())) < 0.15, errors
-    assert -0.25 < min(errors.values()) < max(errors.values()) < 0.1, errors

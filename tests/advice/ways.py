@@ -8,7 +8,6 @@ from typing import Any
 
 from thinwire.advice import Advice, ExpectedLoss, LossGap, Prediction
 from thinwire.advice.losses import EXACT_LOSS
-from thinwire.advice.prediction import choose, contenders
 from thinwire.probe import Probe, Timing
 from thinwire.probe.link_timings import ring_share
 
@@ -71,13 +70,5 @@ def advice_of(
 ) -> Advice:
     """By the rule; the last of `careful` is the baseline."""
     ranked = sorted([*careful, *predictions], key=lambda prediction: prediction.step_seconds)
-    return Advice(
-        tuple(ranked),
-        careful[-1],
-        choose(ranked, 0.05, budget, compute_ms / 1000),
-        tuple(contenders(ranked, 0.05, budget, compute_ms / 1000)),
-        compute_ms / 1000,
-        0.05,
-        budget_loss=budget,
-        optimizer="AdamW",
-    )
+    budget_of = {"budget_loss": budget, "optimizer": "AdamW"}
+    return Advice(tuple(ranked), careful[-1], compute_ms / 1000, 0.05, **budget_of)  # type: ignore[arg-type]

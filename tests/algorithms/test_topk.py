@@ -14,12 +14,11 @@ from catalog import random_gradients, spec
 from reference_topk import Reference
 from thinwire import TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.topk import TopKPlan, end_levels
-from thinwire.algorithms.topk_message import TopKMessage
-from thinwire.kernels.torch_entries import largest
+from thinwire.kernels.base import TopKQuery
+from thinwire.kernels.torch_entries import decode, encode, end_levels, largest
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
-from thinwire.tensors.blocks import ChunkRun, Chunks
+from thinwire.tensors.entries import ChunkRun, Chunks, EntryLayout
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 
@@ -148,13 +147,13 @@ def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -
     assert (positions.diff() > 0).all()
     expected = equal.abs().topk(kept).values
     assert torch.equal(values.abs().sort(1, descending=True).values.nan_to_num(9), expected.nan_to_num(9))
-    message = TopKMessage((chunks,), kept / length, bits=16)
-    plan, chunk = TopKPlan((), (), TopK(bits=16), message), message.chunk_of_entries(rows.device)
+    layout = EntryLayout((chunks,), kept / length, bits=16)
     last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
     for flat, positions in ((rows, found), (last, largest(last.view(-1), chunks)[0])):
-        packed = plan._largest(flat.view(-1), chunk)
-        assert len(packed) == message.num_bytes
-        entries = plan._entries(packed.expand(3, -1), chunk, torch.float32)
+        query = TopKQuery(layout, flat.view(-1), torch.zeros(5 * length), 1.0, None, 0, by_senders=False)
+        packed = encode(query)
+        assert len(packed) == layout.num_bytes
+        indices, values = decode(query, packed.expand(3, -1))
         expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
-        assert torch.equal(entries.indices, expected.expand(3, -1))
-        assert torch.equal(entries.values[2], flat.view(-1)[expected].bfloat16().float())
+        assert torch.equal(indices, expected.expand(3, -1))
+        assert torch.equal(values[2], flat.view(-1)[expected].bfloat16().float())

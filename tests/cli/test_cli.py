@@ -19,7 +19,6 @@ from thinwire.cli import build_app, main
 from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
-from thinwire.probe import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.version import __version__
 
@@ -28,11 +27,11 @@ SURFACE = {
     "": "--debug --version --install-completion --show-completion",
     "check": "--backend --processes --json --device",
     "probe": "--budget-seconds --backend --save --processes --streams --json",
-    "advise": "--parameters --compute --rate --latency --machines --gpus "
-    "--probe --model --step --budget-seconds --budget-loss --optimizer --steps --sharded --json",
+    "advise": "--parameters --compute --rate --latency --machines --gpus --probe --optimizer --steps "
+    "--budget-loss --json",
     "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
     "--grace-seconds --report",
-    "demo": "--elastic --processes --steps --algorithm --matrix-rank --model-size --seed --output",
+    "demo": "--processes --steps --algorithm --matrix-rank --model-size --seed --output",
     "report": "RUNS --output",
     "run": "SCRIPT ARGUMENTS --min --max --processes-per-member --lighthouse --host --port --max-restarts "
     "--grace-seconds",
@@ -109,10 +108,8 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
     "command",
     [
         ["demo", "--processes=17"],
-        ["demo", "--elastic", "--processes=17"],
         ["check", "--processes=17"],
         ["probe", "--processes=17"],
-        ["advise", "--probe={probe}", "--model=json:loads", "--step=json:loads", "--sharded=17"],
         ["lab", "--machines=17", "--", "true"],
         ["run", "--max=17", __file__],
         ["run", "--min=17", __file__],
@@ -120,12 +117,10 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
     ids=" ".join,
 )
 def test_no_more_processes_are_started_than_this_machine_can_bear(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    probe = tmp_path / "probe.json"
-    Probe(2, "gloo", "cpu", [Timing(1024, [0.001]), Timing(1 << 24, [0.1])], [], [[0, 1]]).save(probe)
     monkeypatch.setattr(checks, "cores", lambda: 2)
-    assert exit_code(monkeypatch, *(each.format(probe=probe) for each in command)) == 2
+    assert exit_code(monkeypatch, *command) == 2
     name = next(each for each in command if "17" in each).partition("=")[0].removeprefix("--")
     expected = f"thinwire: {name} must be at most 16 here, 8 for each core, got 17; start fewer\n"
     assert capsys.readouterr().err == expected

@@ -14,8 +14,8 @@ from thinwire.errors import AgreementError, CommunicationError
 SAME = {"algorithm": "PowerSGD", "matrix_rank": "2", "bucket": "weight, bias"}
 
 
-def told_by(descriptions: list[Description]) -> list[tuple[str, list[str]]]:
-    """What each member is told, and the collectives that it took."""
+def said_by(descriptions: list[Description]) -> list[tuple[str, list[str]]]:
+    """What each member hears, and the collectives that it took."""
     members = InProcessTransport.group(len(descriptions))
 
     def body(rank: int) -> tuple[str, list[str]]:
@@ -31,11 +31,11 @@ def told_by(descriptions: list[Description]) -> list[tuple[str, list[str]]]:
 
 def test_members_that_say_the_same_go_on_after_one_gather_of_digests() -> None:
     in_another_order = dict(reversed(SAME.items()))
-    assert told_by([SAME, in_another_order, SAME]) == [("", ["all_gather of 32"])] * 3
+    assert said_by([SAME, in_another_order, SAME]) == [("", ["all_gather of 32"])] * 3
 
 
 def test_a_group_of_one_sends_nothing() -> None:
-    assert told_by([SAME]) == [("", [])]
+    assert said_by([SAME]) == [("", [])]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_group_of_one_sends_nothing() -> None:
     ids=["one", "two", "algorithm", "missing", "longer"],
 )
 def test_all_are_told_who_differs_in_what(other: Description, words: str) -> None:
-    told = told_by([SAME, other, SAME])
-    assert len({words for words, _ in told}) == 1
-    for message, collectives in told:
+    said = said_by([SAME, other, SAME])
+    assert len({words for words, _ in said}) == 1
+    for message, collectives in said:
         assert message.startswith("step 3: ")
         assert words in message
         assert "nothing was changed" in message
@@ -71,18 +71,18 @@ def test_all_are_told_who_differs_in_what(other: Description, words: str) -> Non
 
 
 def test_of_different_calls_only_they_are_told() -> None:
-    told = told_by([SAME | {CALL: "state_dict()"}, {CALL: "a step"}])
-    for message, _ in told:
+    said = said_by([SAME | {CALL: "state_dict()"}, {CALL: "a step"}])
+    for message, _ in said:
         assert "process 0 has call state_dict(), process 1 has call a step under way. Make" in message
         assert "matrix_rank" not in message
 
 
 def test_of_many_differences_some_are_told() -> None:
-    told = [{f"parameter {n}": str(n) for n in range(9)}, {f"parameter {n}": "x" for n in range(9)}]
+    said = [{f"parameter {n}": str(n) for n in range(9)}, {f"parameter {n}": "x" for n in range(9)}]
     with pytest.raises(AgreementError, match="and 5 differences more"):
-        check_same(told * 10, "a test")
+        check_same(said * 10, "a test")
     with pytest.raises(AgreementError, match="0, 2, 4, 6, 8, 10, 12, 14 and 2 more have parameter 0 0"):
-        check_same(told * 10, "a test")
+        check_same(said * 10, "a test")
 
 
 def test_who_waits_long_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_who_waits_long_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_who_does_not_wait_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert told_by([SAME, SAME])
+    assert said_by([SAME, SAME])
     assert caplog.text == ""
     # A cancelled timer's thread takes a moment to end.
     timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]

@@ -60,17 +60,6 @@ def test_ctrl_c_ends_all_members_before_it_goes_on(interrupts_last: bool) -> Non
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_group_of_one_needs_no_threads() -> None:
-    (alone,) = InProcessTransport.group(1)
-
-    def body(rank: int) -> tuple[int, float]:
-        tensor = torch.tensor([3.0])
-        alone.mean(tensor, "a test").wait()
-        return threading.get_ident(), tensor.item()
-
-    assert run_members(1, body) == [(threading.get_ident(), 3.0)]
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("wrapped", [lambda transport: transport, Recording, Metered])
 def test_every_collective_carries_every_type(size: int, wrapped: Callable[[Transport], Transport]) -> None:
@@ -123,20 +112,6 @@ def test_the_first_error_is_raised_and_those_who_wait_learn_why(guilty: int) -> 
         run_members(3, body)
     assert len(learned) == 2
     assert all(rf"round 2: members [{guilty}] of 3 have not sent message 2" in words for words in learned)
-
-
-def test_a_member_may_catch_the_error_and_go_on() -> None:
-    members = InProcessTransport.group(2)
-
-    def body(rank: int) -> str:
-        try:
-            if rank == 0:
-                members[rank].mean(torch.ones(1), "round 1").wait()
-        except CommunicationError:
-            return "told"
-        return "ended"
-
-    assert run_members(2, body) == ["told", "ended"]
 
 
 @pytest.mark.parametrize(

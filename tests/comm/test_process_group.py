@@ -26,13 +26,6 @@ def test_every_collective_carries_every_type() -> None:
     check_every_collective(ProcessGroupTransport())
 
 
-@in_each_process(4)
-def test_among_four() -> None:
-    transport = ProcessGroupTransport()
-    assert (transport.rank, transport.size) == (dist.get_rank(), 4)
-    check_every_collective(transport)
-
-
 @in_each_process(2)
 def test_between_two_messages_go_p2p() -> None:
     """And carry what Gloo's own collectives do, to the bit."""
@@ -121,7 +114,7 @@ def test_a_message_that_no_one_waits_for_breaks_nothing() -> None:
 def test_among_four_short_gathers_go_p2p() -> None:
     rows = torch.empty(4, 1)
     for most, calls in ((4, (3, 0)), (3, (0, 1))):
-        with patch.object(process_group, "MAX_P2P_BYTES", most):
+        with patch.object(p2p, "MAX_P2P_BYTES", most):
             transport = ProcessGroupTransport()
         check_every_collective(transport)
         assert transport.backend_for(rows.device) == "gloo"
@@ -280,24 +273,10 @@ def test_messages_lie_where_the_fastest_backend_carries_them(
     assert transport.fast_device == torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [
-        ("mps", r"^gradients on mps can't be averaged: no backend .* move the model to the CPU"),
-        ("xla:0", r"^gradients on xla:0 can't be averaged: its tensors .* leave the averaging to torch_xla"),
-    ],
-)
-def test_devices_that_have_no_way_here_are_refused(device: str, words: str) -> None:
-    with pytest.raises(AttachError, match=words):
+@pytest.mark.parametrize("device", ["mps", "xla:0"])
+def test_devices_that_have_no_way_here_are_refused(device: str) -> None:
+    with pytest.raises(AttachError, match=f"^gradients on {device} can't be averaged: "):
         ProcessGroupTransport(None, torch.device(device))
-
-
-def test_the_gpu_that_a_group_was_made_for_comes_before_the_current_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bound = torch.device("cuda", 1)
-    transport = on_a_machine_with_gpus(monkeypatch, "cuda:nccl", local_rank="1", bound=bound)
-    assert transport.fast_device == transport.control_device == bound
 
 
 @pytest.mark.parametrize("which", ["fast_device", "control_device"])
@@ -307,6 +286,9 @@ def test_two_processes_on_one_gpu_are_refused(which: str, monkeypatch: pytest.Mo
         getattr(transport, which)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own only
     assert getattr(transport, which) == torch.device("cuda", 0)
+    bound = torch.device("cuda", 1)  # what the group was made for comes before the current one
+    transport = on_a_machine_with_gpus(monkeypatch, "cuda:nccl", local_rank="1", bound=bound)
+    assert getattr(transport, which) == bound
 
 
 @pytest.mark.parametrize(("size", "operation"), [(1, dist.ReduceOp.SUM), (2, dist.ReduceOp.AVG)])
@@ -343,10 +325,8 @@ def test_subgroups_of_neighbours() -> None:
 
 
 def test_without_a_process_group_it_says_what_to_call() -> None:
-    assert not dist.is_initialized()
-    for refused in (checked_group, ProcessGroupTransport):
-        with pytest.raises(AttachError, match=r"call torch\.distributed\.init_process_group\(\) first"):
-            refused(None)
+    with pytest.raises(AttachError, match=r"call torch\.distributed\.init_process_group\(\) first"):
+        ProcessGroupTransport(None)
 
 
 @in_each_process(2)

@@ -17,7 +17,7 @@ from thinwire.comm.in_process import wait_for
 from thinwire.comm.metered import Wrapped
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
 from thinwire.errors import CommunicationError
-from thinwire.local_sgd.member import Member
+from thinwire.local_sgd.elastic_members import Member
 
 Averageable = TypeVar("Averageable", bound=Member)
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -33,7 +34,7 @@ from thinwire.elastic import (
     Steps,
 )
 from thinwire.errors import CommunicationError, ConfigError, LeftError, StateError, StepError
-from thinwire.local_sgd import member
+from thinwire.local_sgd import admission, elastic_members, model_changes
 from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
@@ -278,7 +279,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
 
 
 def test_a_handler_of_sigterm_that_is_not_pythons_ends_as_the_default_one() -> None:
-    with patch("signal.signal", return_value=None) as installed, member._on_sigterm(lambda: None):
+    with patch("signal.signal", return_value=None) as installed, elastic_members._on_sigterm(lambda: None):
         pass
     assert installed.call_args.args == (signal.SIGTERM, signal.SIG_DFL)
 
@@ -565,8 +566,6 @@ def of_second(change: Callable[[Any], Any] | None = None) -> Callable[[dict[str,
 DILOCO, STEPS = partial(DiLoCo, every_steps=2), partial(Steps, algorithm=FEW_BITS)
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a later version": (lambda state: {"version": 9}, "of version 9, this Thinwire reads version 5"),
-    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "reads version 5"),
-    "a step that is text": (lambda state: {"step": "3"}, "step must be a whole number"),
     "residuals of a number": (lambda state: {"residual_of": 3}, "can't be read"),
     "parameters that are no mapping": (lambda state: {"not_averaged": 3}, "can't be read"),
     "too few optimizers": (of_second(), "of . optimizers, expected ."),
@@ -788,9 +787,12 @@ def test_a_schedule_that_counts_a_members_own_steps_is_refused(kind: Any) -> Non
 @pytest.mark.parametrize(
     "settings", [{"send_optimizer": False}, {"every_steps": None, "every_seconds": 1e-9}]
 )
-def test_where_members_differ_anyway_it_is_told(
-    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run([0, 0, 4], rate=by_own_steps, **settings)
+def test_where_members_differ_anyway_it_is_told(settings: dict[str, Any]) -> None:
+    # Neither by the clock, nor by what an earlier test has done to the handlers of loggers.
+    with (
+        patch.object(model_changes, "monotonic", count().__next__),
+        patch.object(admission.logger, "warning") as warning,
+    ):
+        run = Run([0, 0, 4], rate=by_own_steps, **settings)
     assert run.results == ["done"] * 3
-    assert any(record.message.startswith("lr of SGD is") for record in caplog.records)
+    assert any(call.args[-1].startswith("lr of SGD is") for call in warning.call_args_list)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from elastic.job import PATIENCE_SECONDS, Job
+from job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
 from thinwire.comm.process_group import GroupTransport
@@ -234,7 +234,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
 def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchft_client, "LOOK_SECONDS", 0.01)
     server = socket.create_server(("127.0.0.1", 0))
-    probe = torchft_client.LivenessProbe(f"http://127.0.0.1:{server.getsockname()[1]}")
+    lighthouse = f"http://127.0.0.1:{server.getsockname()[1]}"
     asked, ended = threading.Event(), threading.Event()
 
     def unanswered(**_: Any) -> None:
@@ -247,7 +247,7 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
         server.close()
         connection.close()
 
-    client = torchft_client.QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), probe)
+    client = torchft_client.QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), lighthouse)
     threading.Thread(target=end).start()
     with pytest.raises(torchft_client.LighthouseGoneError, match="ended before it answered"):
         client._quorum(step=0)
@@ -256,7 +256,6 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
         client._quorum(step=0)
     assert not asked.is_set()  # such a question would be lost, and nobody would hear of it
     ended.set()
-    probe.close()
 
 
 def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_place() -> None:
@@ -266,13 +265,17 @@ def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_
     quorums = [
         Mock(quorum_id=7, replica_ids=members, max_step=4) for members in (["a", "b"], ["a", "b"], ["b", "c"])
     ]
-    client = torchft_client.QuorumClient(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
     known: list[bool] = []
-    for _ in quorums:
-        known.append(client._quorum(step=4).quorum_id == manager._quorum_id)
-        if not known[-1]:  # as torchft's manager does
-            manager._quorum_id = 7
-            group.configure("host:1/torchft/7/0", "b", 0, 2, 7)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        lighthouse = f"http://127.0.0.1:{server.getsockname()[1]}"
+        inner = Mock(_quorum=Mock(side_effect=quorums))
+        client = torchft_client.QuorumClient(inner, manager, group, lighthouse)
+        for _ in quorums:
+            known.append(client._quorum(step=4).quorum_id == manager._quorum_id)
+            if not known[-1]:  # as torchft's manager does
+                manager._quorum_id = 7
+                group.configure("host:1/torchft/7/0", "b", 0, 2, 7)
+        client.close()
     assert known == [False, True, False]
     places = [call.args[0] for call in group.inner.configure.call_args_list]
     assert len(places) == len(set(places)) == 2

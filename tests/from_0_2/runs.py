@@ -1,8 +1,4 @@
-"""Runs whose states Thinwire 0.2 has saved: the files beside this, and what 0.2 made of the next step.
-
-`python tests/from_0_2/runs.py`, with the sources of 0.2.0 and these tests on PYTHONPATH, writes the files.
-Each run either saves into its folder and goes on, or loads from there and goes on: both return the same.
-"""
+"""Runs that go on from states that Thinwire 0.2 has saved after three steps: the files beside this."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -53,15 +48,6 @@ def new_model(seed: int = 0) -> nn.Module:
     return model
 
 
-def backward(model: nn.Module, step: int) -> None:
-    model.zero_grad()
-    torch.autograd.backward(model(numbers(4, 8, seed=10 * step + dist.get_rank())).square().mean())
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [_whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
-
-
 def _whole(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach()
@@ -70,144 +56,98 @@ def _whole(tensor: Any) -> Tensor:
 # Workers in this process: every algorithm that remembers, one process a machine or two, whole and local.
 
 
-def simulated(algorithm: Algorithm, per_machine: int, is_local: bool, folder: Path, saves: bool) -> Any:
+def simulated(algorithm: Algorithm, per_machine: int, is_local: bool, folder: Path) -> Any:
     specs = tuple(ParameterSpec.of(name, tensor) for name, tensor in new_model().named_parameters())
     simulation = Simulation(algorithm, [specs], num_workers=2 * per_machine, workers_per_machine=per_machine)
-    for step in range(STEPS if saves else 0):
-        simulation.step(_drawn(simulation, step))
-    for sync in simulation.syncs if is_local else ():
-        (checkpoint.save_local if saves else checkpoint.load_local)(sync, folder)
-    if saves and not is_local:
-        checkpoint.save(simulation.state_dicts()[0], folder / "state.pt")
-    for sync in simulation.syncs if not saves and not is_local else ():
-        sync.load_state_dict(checkpoint.load(folder / "state.pt"))
-    after = _drawn(simulation, STEPS)
+    for sync in simulation.syncs:
+        if is_local:
+            checkpoint.load_local(sync, folder)
+        else:
+            sync.load_state_dict(checkpoint.load(folder / "state.pt"))
+    after = [
+        [numbers(sum(spec.numel for spec in specs), seed=30 + worker)] for worker in range(2 * per_machine)
+    ]
     assert simulation.step(after)
     return after[0]
-
-
-def _drawn(simulation: Simulation, step: int) -> list[list[Tensor]]:
-    numel = sum(spec.numel for bucket in simulation.buckets for spec in bucket)
-    return [[numbers(numel, seed=10 * step + worker)] for worker in range(len(simulation.syncs))]
 
 
 # Real processes.
 
 
-def averaged(
-    model: nn.Module, sync: Any, folder: Path, saves: bool, *, how: str, steps: range = range(STEPS)
-) -> list[Tensor]:
-    """Make some steps and save, or load; return the means of the next step."""
-    for step in steps if saves else ():
-        backward(model, step)
-    file = folder / f"state.{how}"
-    state = {"sync": sync.distributed_state() if how == "shards" else sync}
+def averaged(model: nn.Module, sync: Any, folder: Path, *, how: str) -> list[Tensor]:
+    """Load, and return the means of the next step."""
     if how == "local":
-        (checkpoint.save_local if saves else checkpoint.load_local)(sync, folder)
+        checkpoint.load_local(sync, folder)
     elif how in ("dcp", "shards"):
-        (dcp_save if saves else dcp_load)(state, checkpoint_id=folder)
-    elif saves:
-        saved = sync.state_dict()
-        if dist.get_rank() == 0:
-            checkpoint.save(saved, file)
+        dcp_load({"sync": sync.distributed_state() if how == "shards" else sync}, checkpoint_id=folder)
     else:
-        sync.load_state_dict(checkpoint.load(file))
-    dist.barrier()
-    backward(model, STEPS)
-    return gradients(model)
+        sync.load_state_dict(checkpoint.load(folder / f"state.{how}"))
+    model.zero_grad()
+    torch.autograd.backward(model(numbers(4, 8, seed=30 + dist.get_rank())).square().mean())
+    return [_whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
-def with_ddp(how: str, folder: Path, saves: bool) -> list[Tensor]:
+def with_ddp(how: str, folder: Path) -> list[Tensor]:
     model = DistributedDataParallel(new_model())
-    return averaged(model, thinwire.attach(model, POWER), folder, saves, how=how)
+    return averaged(model, thinwire.attach(model, POWER), folder, how=how)
 
 
-def with_hook(folder: Path, saves: bool) -> list[Tensor]:
+def with_hook(folder: Path) -> list[Tensor]:
     model = DistributedDataParallel(new_model())
     state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
     model.register_comm_hook(state, powerSGD_hook)
-    return averaged(model, state, folder, saves, how="pt")
+    return averaged(model, state, folder, how="pt")
 
 
-def with_shards(how: str, folder: Path, saves: bool) -> list[Tensor]:
+def with_shards(how: str, folder: Path) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model: Any = new_model()
     fully_shard(model, mesh=mesh["shard"])
-    return averaged(model, thinwire.attach(model, POWER, replicas=mesh), folder, saves, how=how)
+    return averaged(model, thinwire.attach(model, POWER, replicas=mesh), folder, how=how)
 
 
-def with_list_of_gradients(folder: Path, saves: bool) -> list[Tensor]:
+def with_list_of_gradients(folder: Path) -> list[Tensor]:
     aggregator = EpfmlPowerSGD(
         new_model().parameters(), Config(rank=1, min_compression_rate=1, start_compressing_after_num_steps=0)
     )
-    for step in range(STEPS if saves else 0):
-        aggregator.aggregate(_drawn_list(step))
-    if not saves:
-        aggregator.load_state_dict(checkpoint.load(folder / "state.safetensors"))
-    saved = aggregator.state_dict()
-    if saves and dist.get_rank() == 0:
-        checkpoint.save(saved, folder / "state.safetensors")
-    dist.barrier()
-    return aggregator.aggregate(_drawn_list(STEPS))
-
-
-def _drawn_list(step: int) -> list[Tensor]:
-    shapes = [p.shape for p in new_model().parameters()]
-    seed = 100 * step + 10 * dist.get_rank()
-    return [numbers(*shape, seed=seed + number) for number, shape in enumerate(shapes)]
+    aggregator.load_state_dict(checkpoint.load(folder / "state.safetensors"))
+    seeds = enumerate(new_model().parameters(), 100 * STEPS + 10 * dist.get_rank())
+    return aggregator.aggregate([numbers(*parameter.shape, seed=seed) for seed, parameter in seeds])
 
 
 # Averaged models, each process with its own weights beside the state.
 
 
-def locally(settings: dict[str, Any], folder: Path, saves: bool) -> list[Tensor]:
+def locally(settings: dict[str, Any], folder: Path) -> list[Tensor]:
     model = new_model()
-    return _trained(model, partial(thinwire.LocalSGD, **settings), folder, saves, dist.get_rank(), "pt")
+    return _trained(model, partial(thinwire.LocalSGD, **settings), folder, dist.get_rank(), "pt")
 
 
-def with_diloco(settings: dict[str, Any], folder: Path, saves: bool) -> list[Tensor]:
-    return _trained(
-        new_model(), partial(thinwire.DiLoCo, **settings), folder, saves, dist.get_rank(), "safetensors"
-    )
+def with_diloco(settings: dict[str, Any], folder: Path) -> list[Tensor]:
+    return _trained(new_model(), partial(thinwire.DiLoCo, **settings), folder, dist.get_rank(), "safetensors")
 
 
-def as_elastic_member(kind: Any, settings: dict[str, Any], folder: Path, saves: bool) -> list[Tensor]:
+def as_elastic_member(kind: Any, settings: dict[str, Any], folder: Path) -> list[Tensor]:
     group = elastic.InProcessGroup(elastic.InProcessLighthouse())
-    return _trained(new_model(), partial(kind, group=group, **settings), folder, saves, 0, "pt")
+    return _trained(new_model(), partial(kind, group=group, **settings), folder, 0, "pt")
 
 
 def _trained(
-    model: nn.Module, kind: Callable[..., Any], folder: Path, saves: bool, rank: int, suffix: str
+    model: nn.Module, kind: Callable[..., Any], folder: Path, rank: int, suffix: str
 ) -> list[Tensor]:
-    file, weights = folder / f"state.{suffix}", folder / f"weights_{rank}.pt"
+    model.load_state_dict(torch.load(folder / f"weights_{rank}.pt", weights_only=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if not saves:
-        model.load_state_dict(torch.load(weights, weights_only=True))
     averager = kind(model, optimizer)
-    if not saves:
-        averager.load_state_dict(checkpoint.load(file))
+    averager.load_state_dict(checkpoint.load(folder / f"state.{suffix}"))
     with averager:
-        for step in range(STEPS) if saves else ():
-            _train_step(model, optimizer, averager, step, rank)
-        if saves:
-            saved = averager.state_dict()
-            torch.save(model.state_dict(), weights)
-            if rank == 0:
-                checkpoint.save(saved, file)
         for step in range(STEPS, STEPS + 4):
-            _train_step(model, optimizer, averager, step, rank)
+            optimizer.zero_grad()
+            torch.autograd.backward(model(numbers(4, 8, seed=10 * step + rank)).square().mean())
+            averager.step() if isinstance(averager, elastic.Steps) else optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
 
-def _train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, averager: Any, step: int, rank: int
-) -> None:
-    optimizer.zero_grad()
-    torch.autograd.backward(model(numbers(4, 8, seed=10 * step + rank)).square().mean())
-    averager.step() if isinstance(averager, elastic.Steps) else optimizer.step()
-
-
-Run = Callable[[Path, bool], Any]
+Run = Callable[[Path], Any]
 
 FEW_BITS = ALGORITHMS["quantize"]
 IN_FLIGHT = Streaming(fragments=1, delay_steps=1)
@@ -251,22 +191,6 @@ RUNS: dict[str, tuple[int, Run]] = {
 }
 
 
-def go_on(name: str, folder: Path, saves: bool = False) -> Any:
+def go_on(name: str, folder: Path) -> Any:
     """Make a run on this process."""
-    return RUNS[name][1](folder, saves)
-
-
-def write_all(pools: Any) -> None:
-    for name, (processes, _) in RUNS.items():
-        (FILES / name).mkdir(parents=True, exist_ok=True)
-        first, *_ = pools.of(processes).run(go_on, name, FILES / name, True)
-        torch.save(first, FILES / name / "then.pt")
-
-
-if __name__ == "__main__":
-    from from_0_2 import runs  # noqa: PLW0406 - the processes of a pool import it by this name
-    from pool import Pools
-
-    made = Pools()
-    runs.write_all(made)
-    made.close()
+    return RUNS[name][1](folder)

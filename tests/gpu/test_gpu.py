@@ -31,7 +31,7 @@ from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import (
     code_kernels_for,
-    entry_passes_for,
+    entry_kernels_for,
     kernels_for,
 )
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
@@ -47,6 +47,7 @@ from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS
+from thinwire.tensors.entries import Chunks, EntryLayout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
@@ -353,11 +354,11 @@ def _on_a_side_stream(built_on_it: bool, trained_on_it: bool) -> tuple[float, fl
 @needs_gpu
 def test_triton_serves_where_it_can() -> None:
     """Or says why not: a GPU of this time, with torch's own Triton, has no excuse."""
-    like = torch.empty(16, device="cuda")
+    like, layout = torch.empty(16, device="cuda"), EntryLayout((Chunks(16, 1, ()),), 1 / 16, bits=2)
     if torch.version.hip or torch.cuda.get_device_capability() >= OLDEST_CAPABILITY:
         assert kernels_for(like, 4) is kernels_for(like.bfloat16(), 32) is triton_kernels.LOW_RANK
         assert code_kernels_for(like) is triton_codes.CODES
-        assert entry_passes_for(like.bfloat16()) is triton_entries.ENTRIES
+        assert entry_kernels_for(like.bfloat16(), layout) is triton_entries.ENTRIES
         assert not accelerators.warned
     else:
         assert kernels_for(like, 4) is LOW_RANK

@@ -280,19 +280,6 @@ def gpt2_small() -> dict[str, tuple[int, ...]]:
     return {**shapes, "ln_f.weight": (768,), "ln_f.bias": (768,)}
 
 
-def llama() -> dict[str, tuple[int, ...]]:
-    """The shapes of Llama 3.2 1B, 1.2 billion parameters."""
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (128256, 2048)}
-    for layer in range(16):
-        for name, shape in {
-            "q_proj": (2048, 2048), "k_proj": (512, 2048), "v_proj": (512, 2048), "o_proj": (2048, 2048),
-            "gate_proj": (8192, 2048), "up_proj": (8192, 2048), "down_proj": (2048, 8192),
-            "input_layernorm": (2048,), "post_attention_layernorm": (2048,),
-        }.items():  # fmt: skip
-            shapes[f"layers.{layer}.{name}.weight"] = shape
-    return {**shapes, "norm.weight": (2048,)}
-
-
 def buckets_of(
     shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
 ) -> list[tuple[ParameterSpec, ...]]:

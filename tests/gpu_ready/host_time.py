@@ -95,7 +95,7 @@ def host_time(algorithm: Algorithm, **settings: Any) -> HostTime:
         patch.object(accelerators, "is_accelerator", lambda device: True),
         patch.object(launcher, "launch", lambda *_, **__: None),
     ):
-        lanes = engine.buckets.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
+        lanes = [engine.open(specs, flats[0].device, is_agreed=True) for specs in buckets]
         for _ in range(UNTIMED_STEPS + STEPS):
             # Kernels would have written it; without that, what is checked might not be finite.
             for flat in flats:

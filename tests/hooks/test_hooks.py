@@ -8,7 +8,7 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -30,15 +30,7 @@ from thinwire.powersgd import AlgorithmAggregator
 from training import gathered
 
 STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
-WRAPPERS = ["fp16_compress_wrapper", "bf16_compress_wrapper"]
 POWER = ["powerSGD_hook", "batched_powerSGD_hook"]
-
-
-@pytest.mark.parametrize("name", [*STATELESS, *WRAPPERS, *POWER])
-def test_signatures_are_torchs(name: str) -> None:
-    theirs = getattr(stock_power if name in POWER else stock_default, name)
-    ours = getattr(hooks, name)
-    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
 
 
 def test_the_state_has_torchs_parameters_and_defaults() -> None:
@@ -199,9 +191,9 @@ def test_a_process_group_of_some(name: str) -> None:
 @in_each_process(2)
 def test_hook_and_attach_do_the_same() -> None:
     state, attached = hooks.PowerSGDState(None, 2, start_powerSGD_iter=1), new_model()
-    sync = thinwire.attach(attached, PowerSGD(matrix_rank=2, warmup_steps=1))
+    thinwire.attach(attached, PowerSGD(matrix_rank=2, warmup_steps=1))
     assert_same(gradients_of(hooked(state), range(4)), gradients_of(attached, range(4)))
-    assert min(state.stats().compression_ratio, sync.stats().compression_ratio) > 3
+    assert state.stats().compression_ratio > 3
 
 
 @in_each_process(2)
@@ -480,21 +472,6 @@ def test_a_setting_is_not_set_during_a_backward_pass() -> None:
     assert refused == [1]
 
 
-@pytest.mark.parametrize("name", ["powerSGD_hook", "fp16_compress_wrapper(powerSGD_hook)"])
-@in_each_process(2)
-def test_a_states_algorithm_can_be_switched(name: str) -> None:
-    """To any other, several buckets, and back."""
-    state = new_state(rank=2)
-    ddp_model = hooked(state, hook_named(name))
-    gradients_of(ddp_model, range(2))
-    assert isinstance(state.sync.algorithm, PowerSGD)
-    for step, algorithm in enumerate((thinwire.AllReduce(), BatchedPowerSGD(), PowerSGD(matrix_rank=1)), 2):
-        state.sync.use(algorithm)
-        assert are_alike(gradients_of(ddp_model, range(step, step + 1)))
-        assert state.sync.algorithm == algorithm
-    assert state.stats().compression_ratio > 2
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "kept"),
     [
@@ -529,21 +506,12 @@ def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:
 
 
 @in_each_process(2)
-def test_a_model_can_be_copied_but_not_pickled_whole() -> None:
-    """Weight averaging (`torch.optim.swa_utils.AveragedModel`) copies the model it is given."""
+def test_what_sends_messages_is_not_pickled() -> None:
     attached, state = new_model(), new_state()
-    sync = thinwire.attach(attached, PowerSGD(matrix_rank=1))
-    model = hooked(state)
-    gradients_of(attached, range(2))
+    sync, model = thinwire.attach(attached, PowerSGD(matrix_rank=1)), hooked(state)
     gradients_of(model, range(2))
-    copies = [copy.deepcopy(each) for each in (attached, model)]
-    again = thinwire.attach(copies[0], PowerSGD(matrix_rank=1))
-    assert are_alike(gradients_of(copies[0], range(3)))
-    assert again.stats().compression_ratio > 3
-    thinwire.attach(copies[1], PowerSGD(matrix_rank=1))
-    copied_state = cast(hooks.PowerSGDState, copies[1]._comm_hooks[0][1])
-    assert [each.stats().steps for each in (sync, state, copied_state)] == [2, 2, 0]
-
+    copied_state = cast(hooks.PowerSGDState, copy.deepcopy(model)._comm_hooks[0][1])
+    assert [each.stats().steps for each in (state, copied_state)] == [2, 0]
     optimizer = torch.optim.SGD(attached.module.parameters(), lr=0.1)
     local = thinwire.LocalSGD(attached.module, optimizer, every_steps=2)
     aggregator = AlgorithmAggregator(attached.parameters(), PowerSGD(matrix_rank=1))
@@ -552,25 +520,14 @@ def test_a_model_can_be_copied_but_not_pickled_whole() -> None:
             pickle.dumps(unpicklable)
 
 
-class Failing(torch.autograd.Function):
-    """Raises in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise MemoryError("out of memory in the backward pass")
-
-
 @in_each_process(2)
 def test_a_backward_pass_that_fails_leaves_a_state_that_can_be_saved() -> None:
     state = new_state()
     ddp_model = hooked(state, bucket_cap_mb=0.0001)
     gradients_of(ddp_model, range(3))
     before = dict(state.state_dict()["error"])
-    ddp_model.module[0].register_forward_hook(lambda module, inputs, output: Failing.apply(output))  # type: ignore[no-untyped-call]
+    failure = Mock(side_effect=MemoryError("out of memory in the backward pass"))
+    ddp_model.module[0].register_forward_hook(lambda *given: given[2].register_hook(failure) and None)
     with pytest.raises(MemoryError):
         gradients_of(ddp_model, range(3, 4))
     with pytest.raises(thinwire.StepError, match=r"call abandon\(\) first"):

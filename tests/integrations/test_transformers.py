@@ -57,15 +57,12 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not IS_FIVE, reason="Transformers 4 resumes on accelerators only")
 def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
-    example = EXAMPLES / "transformers_trainer.py"
-    straight = run_processes(example, "--folder", str(tmp_path))
+    example, folder = EXAMPLES / "transformers_trainer.py", ("--folder", str(tmp_path))
+    straight = run_processes(example, *folder)
     assert_compressed_and_agreed(straight)
-    resumed = run_processes(
-        example, "--folder", str(tmp_path), "--resume", str(tmp_path / "checkpoint-6"), timeout_seconds=60
-    )
+    resumed = run_processes(example, *folder, "--resume", str(tmp_path / "checkpoint-6"))
     assert_compressed_and_agreed(resumed, least_ratio=15)
-    checksums = {checksum for _, _, checksum in TOLD.findall(straight + resumed)}
-    assert len(checksums) == 1
+    assert len({checksum for _, _, checksum in TOLD.findall(straight + resumed)}) == 1
     assert [round(log["thinwire_compression_ratio"]) for log in logs_of(straight)] == [3, 5, 6]
     assert [round(log["thinwire_compression_ratio"]) for log in logs_of(resumed)] == [20, 20]
 
@@ -202,27 +199,16 @@ def test_a_callback_finds_its_trainer_and_does_what_attach_does(tmp_path: Path) 
         assert torch.equal(flat(model_of(trainer)), flat(model_of(attached)))
 
 
-@in_each_process(2)
-def test_a_callback_averages_models_and_lets_the_run_choose(tmp_path: Path) -> None:
-    with several_processes():
-        callback = ThinwireCallback(partial(thinwire.DiLoCo, every_steps=3))
-        trainer = new_trainer(str(tmp_path / "a"), callback, save_strategy="no")
-        trainer.train()
-        assert callback.local is not None
-        assert callback.local.stats().compression_ratio > 2
-        assert agreed(model_of(trainer))
-    with several_processes():
-        callback = ThinwireCallback("auto(probe_steps=2, budget_loss=0)")
-        new_trainer(str(tmp_path / "b"), callback, save_strategy="no", max_steps=4).train()
-        assert callback.auto is not None
-
-
 class Looking(TrainerCallback):
     """Notes after each step whether the processes hold one model, and what it holds."""
 
     def __init__(self) -> None:
         self.agreed: list[bool] = []
         self.weights: list[Tensor] = []
+        self.begun = Tensor()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.begun = flat(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.agreed.append(agreed(model))
@@ -247,17 +233,10 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     with several_processes():
         trainer, again = new_trainer(str(tmp_path)), Looking()
         trainer.add_callback(again)
-        callback = attach(trainer, averaging)
-        load_from_checkpoint = trainer._load_from_checkpoint
-        loaded = []
-
-        def noting(*args: Any, **kwargs: Any) -> None:
-            load_from_checkpoint(*args, **kwargs)
-            loaded.append(flat(model_of(trainer)))
-
-        trainer._load_from_checkpoint = noting  # type: ignore[method-assign]
+        callback = ThinwireCallback(averaging)
+        trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-        assert torch.equal(look.weights[2], loaded[0])
+        assert torch.equal(look.weights[2], again.begun)
         assert again.agreed == [True, False, True]
         assert callback.local is not None
         assert callback.local.steps == 6
@@ -312,7 +291,7 @@ def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
 @in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     # The machine has to say which one is chosen.
-    averaging = partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0)
+    averaging = "auto(probe_steps=2, budget_loss=0, least_gain=0)"
     with several_processes():
         _, callback = trained(tmp_path, averaging, max_steps=40, save_steps=30)
         assert callback.auto is not None
@@ -326,7 +305,7 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
         assert callback.auto.is_choosing
         assert callback.sync.stats().steps == 36
     with pytest.raises(thinwire.ConfigError, match=r"functools\.partial\(thinwire\.auto"):
-        attach(new_trainer(str(tmp_path)), averaging, on_nonfinite="zero")
+        ThinwireCallback(averaging, on_nonfinite="zero")
 
 
 @in_each_process(2)
@@ -373,30 +352,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @in_each_process(2)
-def test_the_error_is_in_units_of_the_unscaled_loss(tmp_path: Path) -> None:
-    """On CPUs a Trainer has no scaler; here it has been given one."""
-    errors = []
-    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
-        with several_processes():
-            trainer = new_trainer(str(tmp_path), save_strategy="no", max_grad_norm=0)
-            callback = attach(trainer, ALGORITHM)
-            trainer.accelerator.scaler = scaler
-            trainer.train()
-            errors.append(dict(callback.sync.state_dict()["error"]))
-    assert errors[0]
-    assert all(error.norm() > 0 for error in errors[0].values())
-    torch.testing.assert_close(*errors, rtol=0, atol=0)
-
-
-@in_each_process(2)
 def test_only_weights_are_saved_when_asked_and_attach_gets_its_settings(tmp_path: Path) -> None:
     with several_processes():
         trainer = new_trainer(str(tmp_path), save_only_model=True, ddp_find_unused_parameters=False)
         callback = attach(trainer, ALGORITHM, on_nonfinite="zero", host_check=False)
         trainer.train()
         settings = engine_of(callback.sync).settings
-        assert (settings.on_nonfinite, settings.host_check) == ("zero", False)
+        assert (settings.on_nonfinite, settings.host_check, settings.loss_scale) == ("zero", False, None)
         assert callback.sync.stats().compression_ratio > 2
+        # On CPUs a Trainer has no scaler; here it is given one.
+        scaled = new_trainer(str(tmp_path / "scaled"), save_strategy="no", max_steps=1)
+        callback, scaled.accelerator.scaler = attach(scaled, ALGORITHM), GradScaler("cpu", init_scale=8.0)
+        scaled.train()
+        scale = engine_of(callback.sync).settings.loss_scale
+        assert scale is not None
+        assert scale(torch.device("cpu")) == 8
     dist.barrier()
     files = os.listdir(tmp_path / "checkpoint-6")
     assert "model.safetensors" in files
@@ -411,9 +381,7 @@ def test_one_process_has_nothing_to_attach_and_is_told_so(
     trainer.train()
     with pytest.raises(thinwire.AttachError, match="several processes"):
         _ = callback.sync
-    assert [text.startswith("nothing is averaged") for text in caplog.messages if "averaged" in text] == [
-        True
-    ]
+    assert "nothing is averaged" in caplog.text
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
@@ -451,9 +419,7 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
 
 SCHEDULES: list[Any] = [
     partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
-    partial(lr_scheduler.CosineAnnealingLR, T_max=20),
     partial(lr_scheduler.ExponentialLR, gamma=0.9),
-    partial(lr_scheduler.LinearLR, total_iters=8),
     partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=20),
 ]
 
@@ -472,7 +438,6 @@ def test_a_members_schedule_catches_up_with_the_others(make: Any) -> None:
     joined.load_state_dict(optimizer.state_dict())  # as a member that joins is given it
     catch_up(its_schedule, 7)
     for _ in range(2):
-        rates = [each.param_groups[0]["lr"] for each in (optimizer, joined)]
-        assert rates[1] == pytest.approx(rates[0])
-        for each in (optimizer, schedule, joined, its_schedule):
-            each.step()
+        assert joined.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+        for stepping in (optimizer, schedule, joined, its_schedule):
+            stepping.step()

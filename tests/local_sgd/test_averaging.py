@@ -162,43 +162,6 @@ def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimize
 # Algorithms
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "min_ratio"),
-    [
-        (Cast("bf16"), 8),
-        (POWER, 20),
-        (PowerSGD(matrix_rank=2, alternating=True), 30),
-        (BatchedPowerSGD(), 60),
-    ],
-    ids=str,
-)
-@in_each_member(2)
-def test_every_algorithm_carries_changes(member: Member, algorithm: Algorithm, min_ratio: float) -> None:
-    before = member.model(batch_of(99, 0)).square().mean().item()
-    with member.local(every_steps=4, algorithm=algorithm) as local:
-        member.train(16)
-    assert local.stats().compression_ratio >= min_ratio
-    assert member.agreed()
-    assert member.model(batch_of(99, 0)).square().mean().item() < 0.6 * before
-
-
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
-@in_each_member(2)
-def test_in_few_bits_a_parameter_of_one_element_is_learnt(member: Member, bits: int) -> None:
-    model = nn.Linear(1, 1)
-    model.weight.requires_grad = False
-    model.weight.zero_()
-    optimizer = torch.optim.SGD([model.bias], 0.3)
-    settings: Any = {"every_steps": 20, "algorithm": Quantize(bits=bits), "replicas": member.transport}
-    with LocalSGD(model, optimizer, **settings) as local:
-        for _ in range(200):
-            optimizer.zero_grad()
-            (model(torch.ones(4, 1)) - 3).square().mean().backward()
-            optimizer.step()
-    assert local.stats().compression_ratio > 1
-    assert abs(model.bias.item() - 3) < 0.1
-
-
 @in_each_member(2)
 def test_what_powersgd_did_not_carry_is_residual(member: Member) -> None:
     """What all members got, plus the mean residual, is the exact mean of the models."""

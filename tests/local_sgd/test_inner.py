@@ -76,32 +76,30 @@ class Viewing(Own):
 
 
 class Behind(Own):
-    """Steps weights of its own, and writes them to the model's; they are kept at different places."""
+    """Wraps an optimizer of fp32 weights, which it writes to the model's."""
 
-    def __init__(self, params: Iterable[Tensor], place: str) -> None:
+    def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params)
-        masters = [each.detach().clone() for each in self.param_groups[0]["params"]]
-        if place == "its parameters":
-            self.inside = torch.optim.SGD(masters, lr=LR)
-        elif place == "masters":
-            self.masters = [masters]
-        elif place == "flat":
-            self.flat = torch.cat([each.reshape(-1) for each in masters])
-        elif place == "kept['slow']":
-            pairs = zip(self.param_groups[0]["params"], masters, strict=True)
-            self.kept = {each: {"slow": master, "other": torch.zeros(1)} for each, master in pairs}
-        else:
-            self.param_groups[0]["masters"] = masters
+        masters = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+        self.inside = torch.optim.SGD(masters, lr=LR)
+
+
+class Around(Own):
+    """Wraps an optimizer that keeps the weights of the start."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params)
+        self.inside = Copying(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> Any:
+        self.inside.step()
 
 
 COPIES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "state['x0']": Copying,
     "state['master']": Flat,
-    "its parameters": partial(Behind, place="its parameters"),
-    "masters": partial(Behind, place="masters"),
-    "flat": partial(Behind, place="flat"),
-    "kept['slow']": partial(Behind, place="kept['slow']"),
-    "param_groups[…]['masters']": partial(Behind, place="in its groups"),
+    "its parameters": Behind,
+    "keeps a copy of the weights in state['x0']": Around,
 }
 
 

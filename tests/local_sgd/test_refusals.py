@@ -214,6 +214,19 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
         "got 0.5 with delay_steps=0",
     ),
     "device": (lambda _: Nesterov(device="moon"), "ConfigError: device must be a device"),
+    "outer rate": (lambda _: Nesterov(lr=-1), "ConfigError: lr must be a number of at least 0"),
+    "outer rate without end": (
+        lambda _: Nesterov(lr=float("inf")),
+        "ConfigError: lr must be finite, got inf",
+    ),
+    "momentum": (lambda _: Nesterov(momentum=1), "ConfigError: momentum must be from 0 to below 1, got 1"),
+    "momentum of text": (
+        lambda _: Nesterov(momentum="0.9"),  # type: ignore[arg-type]
+        "ConfigError: momentum must be a number",
+    ),
+    "outer is a number": ({"outer": 0.7}, OUTER),
+    "streaming": ({"streaming": 2}, "ConfigError: streaming must be a thinwire.Streaming, got 2"),
+    "warmup": ({"warmup": 100}, "ConfigError: warmup must be a thinwire.Warmup, got 100"),
     "other fragments": (
         partial(other_settings, streaming=(Streaming(), Streaming(fragments=2))),
         "process 1 has streaming Streaming(fragments=2)",

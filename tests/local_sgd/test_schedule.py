@@ -40,7 +40,7 @@ def test_the_table(has_ddp: bool, has_subgroup: bool, gradients: str, parameters
     assert turns_of(schedule, 8) == parameters.replace("S", "-").replace("G", "a", 2 - has_ddp).replace(
         "G", "0"
     )
-    assert schedule.has_inner_averagings == ("S" in parameters)
+    assert schedule.averages_within == ("S" in parameters)
 
 
 @pytest.mark.parametrize("has_ddp", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from members import NESTEROV, Member, in_each_member
+from members import Member, in_each_member
 from reference_topk import Reference
 from thinwire import TopK
 from training import batch_of, flat, new_model, train_step
@@ -50,11 +50,3 @@ def _by_itself(num_workers: int, merge: str) -> Tensor:
         changes = np.stack([(flat(worker) - theta).numpy() for worker in workers])
         theta = theta + torch.from_numpy(reference.average(changes))
     return theta
-
-
-@pytest.mark.parametrize("outer", [NESTEROV, partial(torch.optim.Adam, lr=1e-3)])
-@in_each_member(1)
-def test_an_outer_optimizer_with_momentum_is_warned_of(member: Member, outer: Any) -> None:
-    with pytest.warns(UserWarning, match="momentum, and TopK.* leave momentum out") as caught:
-        member.local(algorithm=TopK(), outer=outer).__enter__()
-    assert caught[0].filename == __file__

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from members import NESTEROV, Failing, Member, in_each_member
 from thinwire import Streaming, Warmup
-from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
+from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError, StateError, StepError
@@ -256,14 +256,13 @@ def test_with_subgroups_a_warm_up_and_buffers(member: Member, delay_steps: int) 
     assert model.bounds.tolist() == [-torch.inf, 3.0]
 
 
-@pytest.mark.parametrize("num_batches", [(9, 4), (3, 8)], ids=str)
 @in_each_member(2)
-def test_uneven_inputs(member: Member, num_batches: tuple[int, int]) -> None:
+def test_uneven_inputs(member: Member) -> None:
     streaming = Streaming(fragments=2, delay_steps=1)
     with member.local(every_steps=4, streaming=streaming, algorithm=POWER) as local:
-        member.train_unevenly(local, num_batches)
+        member.train_unevenly(local, (3, 8))
     assert member.agreed()
-    assert local.steps == max(num_batches)
+    assert local.steps == 8
 
 
 @in_each_member(2)
@@ -349,18 +348,6 @@ def test_members_that_differ_learn_it_when_they_next_ask_each_other(
         if becomes == "infinite" and member.rank:
             next(member.model.parameters()).data.fill_(torch.inf)
         member.train(5, 14 if becomes == "fewer" and not member.rank else 20)
-
-
-@in_each_member(2)
-def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_when_it_is_due(member: Member) -> None:
-    with (
-        refused(StepError, "the averaged change of the parameters overflowed"),
-        member.local(every_steps=4, streaming=Streaming(delay_steps=2), algorithm=Cast("fp16")) as local,
-    ):
-        member.train(3)
-        next(member.model.parameters()).data[0, 0] = 1e6
-        member.train(3, 6)
-    assert local.steps == 6
 
 
 def replaced(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch
@@ -10,23 +11,29 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-if "hook" in sys.argv:
-    model.register_comm_hook(None, fp16_compress_hook)
-if "attach" in sys.argv:
-    import thinwire
 
-    thinwire.attach(model, thinwire.Quantize(bits=4, error_feedback=True))
-generator = torch.Generator().manual_seed(dist.get_rank())
-for _ in range(5):
-    inputs = torch.randn(16, 64, generator=generator)
-    optimizer.zero_grad()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-if dist.get_rank() == 0:
-    print("weights", sum(parameter.double().sum().item() for parameter in model.parameters()), flush=True)
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if "hook" in sys.argv:
+        model.register_comm_hook(None, fp16_compress_hook)
+    if "attach" in sys.argv:
+        import thinwire  # noqa: PLC0415
+
+        thinwire.attach(model, thinwire.Quantize(bits=4, error_feedback=True))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        inputs = torch.randn(16, 64, generator=generator)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        print("weights", sum(parameter.double().sum().item() for parameter in model.parameters()), flush=True)
+
+
+dist.init_process_group("gloo")
+main()
+gc.collect()  # the model goes before the process ends, as in many scripts
 dist.destroy_process_group()

@@ -20,8 +20,8 @@ from launcher import run_job
 from pool import Pool
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.cli import check
-from thinwire.cli.common import alone
 from thinwire.errors import CommunicationError
+from thinwire.launch import group_of_one
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, CheckContext
@@ -152,7 +152,7 @@ def _measured() -> dict[str, list[Row]]:
 
 
 def measured_alone() -> dict[str, list[Row]]:
-    with alone():
+    with group_of_one():
         return measure(CheckContext(torch.device("cpu")), SMALL)
 
 

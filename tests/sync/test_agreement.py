@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, 
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, ProcessGroupTransport, agree, run_members
+from thinwire.comm import InProcessTransport, agree, run_members
 from thinwire.kernels import dispatch
 from thinwire.sync import Engine, GradientSync, bucket_plans
 
@@ -106,21 +105,6 @@ def loaded_another_state() -> None:
     step(other)
 
 
-def saved_at_different_steps() -> None:
-    (model, first), (other, second) = attached(), attached()
-    for each in (model, other, other):
-        step(each)
-    (first if is_odd() else second).state_dict()
-
-
-def used_on_one_and_saved() -> None:
-    model, sync = attached()
-    step(model)
-    if is_odd():
-        sync.use(AllReduce())
-    sync.state_dict()
-
-
 def saved_on_one_at_the_first_step() -> None:
     model, sync = attached()
     if is_odd():
@@ -154,11 +138,6 @@ def another_state_in_local_sgd() -> None:
     local.load_state_dict(saved[is_odd()])
     with local:
         pass
-
-
-def second_model_with_another_hook() -> None:
-    hooked_step(None, hooks.fp16_compress_hook)
-    hooked_step(None, hooks.allreduce_hook if is_odd() else hooks.fp16_compress_hook)
 
 
 def other_hook_in_a_new_group() -> None:
@@ -202,25 +181,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         other_hook_in_a_new_group,
         "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
     ),
-    "other settings of a hook": (
-        lambda: hooked_step(
-            hooks.PowerSGDState(None, random_seed=int(is_odd()), start_powerSGD_iter=0), hooks.powerSGD_hook
-        ),
-        "process 0 has random_seed 0, process 1 has random_seed 1",
-    ),
-    "switched on one and saved": (
-        used_on_one_and_saved,
-        "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce",
-    ),
     "saved on one at the first step": (
         saved_on_one_at_the_first_step,
         "process 0 has call state_dict(), process 1 has call a step under way. Make the same calls on every",
     ),
     "another state in local SGD": (another_state_in_local_sgd, "process 0 has loaded state "),
-    "a second model with another hook": (
-        second_model_with_another_hook,
-        "process 0 has algorithm Cast(dtype='fp16'), process 1 has algorithm All",
-    ),
     "other settings of post-local": (
         lambda: hooked_step(
             hooks.PostLocalSGDState(None, None, 1 + is_odd(), post_local_gradient_allreduce=False),
@@ -237,10 +202,6 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: local_sgd(new_model(48 if is_odd() else 32)),
         "process 0 has parameter 0.weight 32×64 float32",
     ),
-    "saved at different steps": (
-        saved_at_different_steps,
-        "process 0 has committed steps 2, process 1 has committed steps 1",
-    ),
 }
 if find_spec("numba") is not None:  # else none has it
     words = f"process 0 has kernels of Numba {version('numba')}, process 1 has kernels of PyTorch"
@@ -249,11 +210,10 @@ if find_spec("numba") is not None:  # else none has it
 
 @pytest.mark.parametrize("case", CASES)
 @in_each_process(2)
-def test_a_difference_is_told_on_all_processes_within_seconds(case: str) -> None:
-    (make, words), start = CASES[case], time.monotonic()
+def test_a_difference_is_told_on_all_processes(case: str) -> None:
+    make, words = CASES[case]  # the group's timeout would be a CommunicationError
     with pytest.raises(AgreementError, match=re.escape(words)):
         make()
-    assert time.monotonic() - start < 20  # the group's timeout is 30
 
 
 @pytest.mark.parametrize(
@@ -271,22 +231,6 @@ def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(al
             optimizer.step()
     assert are_alike(model.parameters())
     assert sync.stats().compression_ratio > 1.9
-
-
-@in_each_process(3)
-def test_a_backend_that_fails_on_one_member_is_seen_by_all() -> None:
-    """As Triton may, where one machine has no compiler, or its cache no place, when it is tried."""
-    triton = dispatch.Backend(
-        "Triton", lambda: None if dist.get_rank() == 1 else dispatch.TORCH.load(), lambda: "3.6.0"
-    )
-    engine, (bucket, *_) = Engine(POWER, ProcessGroupTransport()), buckets()
-    with (
-        patch.object(dispatch, "backends", (triton, dispatch.TORCH)),
-        pytest.raises(AgreementError) as refused,
-    ):
-        engine.average([(bucket, torch.randn(sum(spec.numel for spec in bucket)))])
-    told = "processes 0, 2 have kernels of Triton 3.6.0, process 1 has kernels of PyTorch"
-    assert told in str(refused.value)
 
 
 @in_each_process(2)

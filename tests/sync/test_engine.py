@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from threading import Barrier, Event
 from typing import Any
@@ -17,7 +17,7 @@ from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, Message, Recording, Work, run_members
+from thinwire.comm import CombinedWork, InProcessTransport, Message, Recording, Work, run_members
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync import GradientSync, bucket_plans
@@ -33,30 +33,28 @@ class Noting(InProcessTransport):
     def __init__(self, room: Any, rank: int) -> None:
         super().__init__(room, rank)
         self.events: list[str] = []
+        self.look: Callable[[], object] = lambda: None  # is called when a mean is sent
         self.fail_at = -1
         self.sent = 0
 
     def start(self, message: Message) -> Work:
         if message.operation != "mean":
             return super().start(message)
+        self.look()
         number, self.sent = self.sent, self.sent + 1
         self.events.append(f"send {number}: {message.tensor.numel()}")
-        return _Noted(self, number)
+        return CombinedWork(partial(self._await, number))
 
-
-class _Noted:
-    def __init__(self, transport: Noting, number: int) -> None:
-        self.transport, self.number = transport, number
-
-    def wait(self) -> None:
-        if self.number == self.transport.fail_at:
+    def _await(self, number: int) -> None:
+        if number == self.fail_at:
             raise CommunicationError("the peer has gone")
-        self.transport.events.append(f"wait {self.number}")
+        self.events.append(f"wait {number}")
 
 
-def noting() -> Noting:
+def noting(look: Callable[[], object] = lambda: None) -> Noting:
     (transport,) = Noting.group(1)
     assert isinstance(transport, Noting)
+    transport.look = look
     return transport
 
 
@@ -114,7 +112,7 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
         assert torch.equal(expected, got)
 
 
-def test_steps_over_other_lanes_are_in_flight_side_by_side() -> None:
+def test_steps_over_other_buckets_are_under_way_side_by_side() -> None:
     """The second starts before the first ends; both are advanced in turn, and give what they give alone."""
     engines, alone = (
         [Engine(PowerSGD(matrix_rank=2), transport) for transport in InProcessTransport.group(2)]
@@ -164,11 +162,11 @@ def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_c
             engine = Engine(algorithm, recording, [each for bucket in specs for each in bucket])
             for seed in range(2):
                 flats = random_gradients(specs, num_workers=2, seed=seed)[rank]
-                lanes = [engine.open(bucket, flats[0].device) for bucket in specs]
+                states = [engine.open(bucket, flats[0].device) for bucket in specs]
                 recording.notes.clear()
                 one = engine.begin(pipelined=pipelined)
-                for lane, flat in zip(lanes, flats, strict=True):
-                    one.start(lane, flat)
+                for state, flat in zip(states, flats, strict=True):
+                    one.start(state, flat)
                 assert one.finish()
             assert engine.reporter.stats().compression_ratio > 3
             return flats, [
@@ -187,18 +185,6 @@ def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_c
     assert run(AroundTrend(), pipelined=True)[0][1] == plain
 
 
-@dataclass
-class Watched:
-    """A work that calls something when it is waited for."""
-
-    work: Work
-    look: Callable[[], object]
-
-    def wait(self) -> None:
-        self.look()
-        self.work.wait()
-
-
 @pytest.mark.parametrize(
     ("algorithm", "is_early"), [(Quantize(bits=8), True), (PowerSGD(matrix_rank=1), False)], ids=str
 )
@@ -210,12 +196,17 @@ def test_without_memory_means_are_written_while_the_last_messages_travel(
     before = [flat.clone() for flat in flats]
     written: list[list[bool]] = []
 
-    def look() -> None:
-        written.append([not torch.equal(*each) for each in zip(flats, before, strict=True)])
+    def start(message: Message) -> Work:
+        work = engine.metered.transport.start(message)
+
+        def wait() -> None:
+            written.append([not torch.equal(*each) for each in zip(flats, before, strict=True)])
+            work.wait()
+
+        return CombinedWork(wait)
 
     engine = Engine(algorithm, InProcessTransport.group(1)[0], [each for bucket in specs for each in bucket])
-    inner = engine.metered.transport
-    monkeypatch.setattr(engine.metered, "start", lambda message: Watched(inner.start(message), look))
+    monkeypatch.setattr(engine.metered, "start", start)
     one = engine.begin(pipelined=True)
     for bucket, flat in zip(specs, flats, strict=True):
         one.start(engine.open(bucket, flat.device), flat)
@@ -227,17 +218,17 @@ def test_without_memory_means_are_written_while_the_last_messages_travel(
     assert engine.plan.compression_ratio > 3
 
 
-def test_a_lane_in_flight_is_not_started_in_another_step() -> None:
+def test_a_bucket_in_flight_is_not_started_in_another_step() -> None:
     engine = Engine(PowerSGD(matrix_rank=2), noting())
     flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
-    lane, first, second = engine.open(buckets()[0], flat.device), engine.begin(), engine.begin()
-    first.start(lane, flat.clone())
+    bucket, first, second = engine.open(buckets()[0], flat.device), engine.begin(), engine.begin()
+    first.start(bucket, flat.clone())
     with pytest.raises(StepError, match="in flight in an earlier step"):
-        second.start(lane, flat.clone())
+        second.start(bucket, flat.clone())
     second.abandon()
     assert first.finish()
     third = engine.begin()
-    third.start(lane, flat.clone())
+    third.start(bucket, flat.clone())
     assert third.finish()
     assert engine.reporter.stats().steps == 2
 
@@ -261,13 +252,13 @@ def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next(fails: bo
 
 def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(PowerSGD(matrix_rank=2), noting())
-    lane = engine.open(buckets()[0], torch.device("cpu"))
+    bucket = engine.open(buckets()[0], torch.device("cpu"))
     capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     with FakeTensorMode():
         flat = torch.zeros(sum(spec.numel for spec in buckets()[0]), device="cuda")
     with pytest.raises(StepError, match="while a CUDA graph is captured"):
-        engine.begin().start(lane, flat)
+        engine.begin().start(bucket, flat)
     step(engine)
     assert engine.reporter.stats().steps == 1
 
@@ -283,16 +274,16 @@ def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
     engine = Engine(PowerSGD(matrix_rank=2), noting())
     step(engine)
     flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
-    lane = engine.open(buckets()[0], flat.device)
+    bucket = engine.open(buckets()[0], flat.device)
     interrupted = engine.begin()
-    interrupted.start(lane, flat)
+    interrupted.start(bucket, flat)
     sync = GradientSync(engine)
     for action in (lambda: sync.use(AllReduce()), sync.state_dict, lambda: sync.load_state_dict({})):
         with pytest.raises(StepError, match="between steps"):
             action()
     with pytest.raises(StepError, match="did not finish"):
-        interrupted.start(lane, flat)
-    for call in (interrupted.advance, interrupted.finish, lambda: interrupted.start(lane, flat)):
+        interrupted.start(bucket, flat)
+    for call in (interrupted.advance, interrupted.finish, lambda: interrupted.start(bucket, flat)):
         with pytest.raises(StepError, match="this step has ended; begin a new one"):
             call()
     step(engine)
@@ -312,45 +303,26 @@ def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry) -> None
                 assert not b.requires_grad
 
 
-class Looking(Noting):
-    """Notes what `look` returns when a mean is sent."""
-
-    look: Callable[[], Any]
-    seen: list[Any]
-
-    def start(self, message: Message) -> Work:
-        self.seen += [self.look()] * (message.operation == "mean")
-        return super().start(message)
-
-
-def seen_inside(look: Callable[[], Any]) -> list[Any]:
-    """What `look` returns at each mean of a step."""
-    (transport,) = Looking.group(1)
-    assert isinstance(transport, Looking)
-    transport.seen, transport.look = [], look
-    step(Engine(PowerSGD(matrix_rank=2), transport))
-    return transport.seen
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str) -> None:
-    """Lightning advises torch.set_float32_matmul_precision("high"): TF32 on GPUs."""
-    torch.set_float32_matmul_precision(precision)
-    try:
-        outside = _of_products()
-        inside = seen_inside(_of_products)
-        assert torch.get_float32_matmul_precision() == precision
-        assert _of_products() == outside == "tf32"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert inside == ["ieee"] * 3
-
-
 def _of_products() -> str:
     """The precision of a GPU's products; torch 2.6 has no name for it."""
     if hasattr(torch._C, "_get_fp32_precision_getter"):
         return str(torch.backends.cuda.matmul.fp32_precision)
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str) -> None:
+    """Lightning advises torch.set_float32_matmul_precision("high"): TF32 on GPUs. Observers see that."""
+    seen: list[str] = []
+    engine = Engine(PowerSGD(matrix_rank=2), noting(lambda: seen.append(_of_products())))
+    engine.reporter.observers.append(lambda committed: seen.append(torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision(precision)
+    try:
+        step(engine)
+        assert _of_products() == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [*["ieee"] * 3, precision]
 
 
 LEVELS = [(backend, of) for backend in ("cuda", "mkldnn") for of in ("all", "matmul")]
@@ -380,20 +352,19 @@ def _own_settings() -> dict[tuple[str, str], str]:
 def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, str], str]) -> None:
     """`torch.backends.fp32_precision = "tf32"` is a wider setting: products follow it, and go on to."""
 
-    def precisions() -> list[str]:
-        backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
-        return [str(backend.matmul.fp32_precision) for backend in backends]
-
+    inside: list[str] = []
+    backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
+    look = lambda: inside.extend(backend.matmul.fp32_precision for backend in backends)  # noqa: E731
     _own_settings()
     for level, precision in settings.items():
         torch._C._set_fp32_precision_setter(*level, precision)
     try:
-        inside = seen_inside(precisions)
+        step(Engine(PowerSGD(matrix_rank=2), noting(look)))
     finally:
         left = _own_settings()
     assert left == {level: settings.get(level, "none") for level in left}
-    assert len(inside) == 3
-    assert {precision for both in inside for precision in both} <= {"ieee", "none"}
+    assert len(inside) == 6
+    assert set(inside) <= {"ieee", "none"}
 
 
 def test_of_two_threads_the_last_to_end_restores_the_users_setting() -> None:
@@ -420,19 +391,6 @@ def test_of_two_threads_the_last_to_end_restores_the_users_setting() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
     assert inside == ["ieee"]
-
-
-def test_observers_see_the_users_settings() -> None:
-    """Inside, after these settings, torch refuses to tell the one that loggers and compilers ask for."""
-    seen = []
-    torch.set_float32_matmul_precision("high")
-    try:
-        engine = Engine(PowerSGD(matrix_rank=2), noting())
-        engine.reporter.observers.append(lambda committed: seen.append(torch.backends.cuda.matmul.allow_tf32))
-        step(engine)
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert seen == [True]
 
 
 @pytest.mark.parametrize(
@@ -516,44 +474,27 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
     assert not torch.equal(dict(saved["error"])["weight"], dict(before["error"])["weight"])
 
 
-def test_a_handle_and_its_stats_are_printed_in_some_lines_with_the_ratio() -> None:
-    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
-    sync = simulation.syncs[1]
-    first = "PowerSGD(matrix_rank=2) over 2 processes, of which this is 1"
-    assert str(sync).startswith(
-        f"{first}\nplan: 3 of 7 parameters compressed, 25,308 bytes per step become 2,572: "
-    )
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_handle_and_its_stats_are_printed_with_the_ratio_of_what_is_sent(num_workers: int) -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=num_workers)
+    sync = simulation.syncs[-1]
     assert str(sync).endswith("\nso far: no step yet")
-    for step in range(3):
-        gradients = random_gradients(buckets(), num_workers=2, seed=step)
-        if step == 1:
+    for seed in range(3):
+        gradients = random_gradients(buckets(), num_workers=num_workers, seed=seed)
+        if seed == 1:
             gradients[0][0][0] = torch.nan
         simulation.step(gradients)
-    stats = sync.stats()
-    lines = str(stats).splitlines()
-    assert lines[0] == "3 steps, 1 of them not finite"
-    assert lines[1] == (
-        f"sent {stats.message_bytes:,} bytes in 9 messages (6 rounds), in place of 75,924 bytes: "
-        "compression ratio 9.8"
-    )
-    assert lines[2].startswith("seconds: 0.")
-    assert lines[2].endswith(f"; {stats.exposed_seconds:.2f} not hidden behind the backward pass")
-    assert lines[3].startswith("relative error of the last step: 0.")
-    assert f"so far: {lines[0]}\n{lines[1]}" in str(sync)
-
-
-def test_statistics_of_one_process_print_no_ratio() -> None:
-    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=1)
-    simulation.step(random_gradients(buckets(), num_workers=1, seed=0))
-    stats = simulation.syncs[0].stats()
-    assert stats.members == 1
-    assert stats.compression_ratio > 5  # of what would have been sent
-    assert str(stats).splitlines()[1] == "averaged with no other process, so nothing was sent"
-    assert "ratio" not in str(stats)
-    lines = str(simulation.syncs[0]).splitlines()
-    assert lines[0] == "PowerSGD(matrix_rank=2) over this process alone"
-    assert lines[1] == "so far: 1 step"
-    assert "ratio" not in str(simulation.syncs[0])
+    stats, lines = sync.stats(), str(sync).splitlines()
+    assert stats.compression_ratio > 5
+    assert "3 steps, 1 of them not finite" in str(sync)
+    assert f"relative error of the last step: {min(stats.relative_error.values()):.2f}" in str(stats)
+    if num_workers == 1:
+        assert lines[0] == "PowerSGD(matrix_rank=2) over this process alone"
+        assert "ratio" not in str(sync) + str(stats)
+    else:
+        assert lines[0] == "PowerSGD(matrix_rank=2) over 2 processes, of which this is 1"
+        assert lines[1].startswith("plan: 3 of 7 parameters compressed, 25,308 bytes per step become 2,572: ")
+        assert "in 9 messages (6 rounds), in place of 75,924 bytes: compression ratio 9.8" in str(stats)
 
 
 # Parts of a model in steps of their own
@@ -590,11 +531,11 @@ def test_parts_may_be_in_flight_side_by_side(algorithm: Algorithm) -> None:
     in_flight: list[tuple[int, Any, torch.Tensor]] = []
     for turn in range(8):
         gradients = random_gradients(buckets(), num_workers=1, seed=turn)[0]
-        for place, (bucket, gradient) in enumerate(zip(buckets(), gradients, strict=True)):
-            sent[place] += gradient
+        for part, (bucket, gradient) in enumerate(zip(buckets(), gradients, strict=True)):
+            sent[part] += gradient
             under_way = engine.begin()
             under_way.start(engine.open(bucket, gradient.device), gradient)
-            in_flight.append((place, under_way, gradient))
+            in_flight.append((part, under_way, gradient))
             if len(in_flight) == 2:  # so one of the other part is always under way
                 earlier, ending, mean = in_flight.pop(0)
                 assert ending.finish()
@@ -609,7 +550,7 @@ def test_parts_may_be_in_flight_side_by_side(algorithm: Algorithm) -> None:
     assert engine.steps == 16
 
 
-def test_lanes_of_models_that_use_other_parameters_in_each_step_are_closed_again() -> None:
+def test_buckets_of_models_that_use_other_parameters_in_each_step_are_closed_again() -> None:
     """As with experts, or layers that are dropped. The residual is the parameters', and stays."""
     specs = [spec(f"{number}.weight", 32, 16) for number in range(12)]
     engines = [Engine(PowerSGD(matrix_rank=1), each, specs) for each in InProcessTransport.group(2)]
@@ -631,14 +572,14 @@ def test_lanes_of_models_that_use_other_parameters_in_each_step_are_closed_again
             for each, given, mean in zip(subset, sent.view(2, 512), flat.view(2, 512), strict=True):
                 left[each.name] += given - mean
         under_way.finish()
-        assert first is not engine.buckets.opened(subsets[0])
+        assert first is not engine.buckets.open_buckets().get(subsets[0])
         owed = torch.stack([left[each.name] - engine.state.memory[ERROR][each.name] for each in specs])
-        return first.is_current, [engine.buckets.opened(subset) is not None for subset in subsets], owed
+        return first.is_current, [subset in engine.buckets.open_buckets() for subset in subsets], owed
 
     found = run_members(2, body)
     is_open = [each for _, each, _ in found]
     assert is_open[0] == is_open[1]
-    assert sum(is_open[0]) == bucket_plans.MAX_IDLE_BUCKETS  # beside the lane of the last step
+    assert sum(is_open[0]) == bucket_plans.MAX_IDLE_BUCKETS  # beside the bucket of the last step
     assert is_open[0][0]
     assert is_open[0][-1]
     assert not any(is_current for is_current, _, _ in found)

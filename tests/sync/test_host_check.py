@@ -24,7 +24,6 @@ from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stack_view
 from training import flat
 
 NUM_STEPS = 4
@@ -103,12 +102,6 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
         assert sent_bytes < sum(4 * spec.numel for specs in buckets() for spec in specs) / 5
 
 
-def test_the_errors_of_a_family_stay_one_batch() -> None:
-    simulation, _ = run(PowerSGD(matrix_rank=2), {1}, steps=NUM_STEPS, host_check=False)
-    error = simulation.engines[0].state.memory[ERROR]
-    assert stack_view([error["head.weight"], error["body.weight"]]) is not None
-
-
 @pytest.mark.parametrize("adapter", ["attach", "hook", "aggregator", "exact aggregator"])
 @in_each_process(2)
 def test_every_adapter_takes_it_and_processes_that_differ_in_it_are_told(adapter: str) -> None:
@@ -123,13 +116,13 @@ def test_every_adapter_takes_it_and_processes_that_differ_in_it_are_told(adapter
         thinwire.attach(model, PowerSGD(), host_check=host_check)
     elif isinstance(model, DistributedDataParallel):
         model.register_comm_hook(hooks.PowerSGDState(None, host_check=host_check), hooks.powerSGD_hook)
-    told = "process 0 has host_check True, process 1 has host_check False"
+    words = "process 0 has host_check True, process 1 has host_check False"
     if "aggregator" not in adapter:
-        with pytest.raises(thinwire.AgreementError, match=told):
+        with pytest.raises(thinwire.AgreementError, match=words):
             torch.autograd.backward(model(torch.ones(2, 48)).sum())
         return
     torch.autograd.backward(model(torch.ones(2, 48)).sum())
-    with pytest.raises(thinwire.AgreementError, match=told):
+    with pytest.raises(thinwire.AgreementError, match=words):
         epfl.optimizer_step(optimizer, aggregator)
 
 
@@ -156,17 +149,9 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
     train(host_check="auto")
     with pytest.raises(DataDependentOutputException):
         train(host_check=True)
-
-
-@pytest.mark.parametrize("bad_steps", [{0, 2}, set()], ids=["bad steps", "good steps"])
-@pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
-def test_on_the_cpu_it_always_looks(algorithm: Algorithm, bad_steps: set[int]) -> None:
-    told, expected = run(algorithm, bad_steps, steps=NUM_STEPS, host_check=True)
-    chosen, got = run(algorithm, bad_steps, steps=NUM_STEPS, host_check="auto")
-    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-    assert (
-        chosen.engines[0].state.memory.step == told.engines[0].state.memory.step == NUM_STEPS - len(bad_steps)
-    )
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: device.type != "cpu")
+    with pytest.raises(DataDependentOutputException):
+        train(host_check="auto")  # on the CPU it looks
 
 
 @pytest.mark.parametrize(

@@ -195,22 +195,8 @@ def damaged(state: Any, draw: random.Random) -> Any:
         else:
             inner[key] = damaged(state[key], draw)
         return inner if isinstance(state, dict) else tuple(inner.values())
-    others: list[Any] = [
-        None,
-        -1,
-        7,
-        0,
-        "x",
-        1.5,
-        True,
-        (),
-        {},
-        ("a", "b"),
-        ((3, 4), 5),
-        torch.zeros(3),
-        torch.zeros(()),
-    ]
-    return draw.choice(others)
+    plain: list[Any] = [None, -1, 7, 0, "x", 1.5, True, (), {}, ("a", "b"), ((3, 4), 5)]
+    return draw.choice([*plain, torch.zeros(3), torch.zeros(())])
 
 
 def sharded(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -155,20 +155,6 @@ def test_a_non_finite_step_of_the_warm_up_is_skipped_and_does_not_count() -> Non
     assert sent[3] - sent[2] < sent[0] / 2
 
 
-def test_fresh_random_factors_are_not_kept() -> None:
-    simulation = Simulation(PowerSGD(matrix_rank=2, warm_start=False), layout(), num_workers=2)
-    results = []
-    for _ in range(3):
-        gradients = random_gradients(layout(), num_workers=2, seed=0)
-        for engine in simulation.engines:
-            engine.state.memory[ERROR].clear()
-        assert simulation.step(gradients)
-        results.append(gradients[0][0])
-    assert not torch.equal(results[0], results[1])
-    bases = simulation.engines[0].open(layout()[0], torch.device("cpu")).plan.bases  # type: ignore[attr-defined]
-    assert not bases._first_rows
-
-
 def test_what_is_unpaid_on_one_worker_only_is_remembered_by_all() -> None:
     """What a worker owes decides the type and length of messages: all must owe the same parameters."""
     simulation = owing(torch.float16, 0.0)

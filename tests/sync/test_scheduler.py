@@ -157,29 +157,19 @@ def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> 
     doubled, negated = noting(calls, lambda item: 2 * item), noting(calls, lambda item: -item)
     answers: list[list[int]] = []
 
-    def bucket(items: list[int], function: Callable[[list[Any]], Sequence[Any]]) -> Requests:
+    def bucket(items: list[int], function: Callable[[list[Any]], Sequence[Any]], kind: str = "") -> Requests:
         yield Mean(torch.zeros(1))
-        found = yield Jointly(function, items)
-        found = yield Jointly(doubled, found)
+        found = yield Jointly(function, items, kind)
+        found = yield Jointly(doubled, found, kind)
         answers.append(found)
         yield healthy()
 
     driven([bucket([1, 2], doubled), bucket([], doubled), bucket([3], negated)], alone())
     assert answers == [[4, 8], [], [-6]]
     assert calls == [[1, 2], [2, 4], [3], [-3]]
-
-
-def test_what_is_of_different_kinds_is_computed_apart() -> None:
-    calls: list[list[int]] = []
-    doubled = noting(calls, lambda item: 2 * item)
-
-    def bucket(item: int, kind: str) -> Requests:
-        yield Mean(torch.zeros(1))
-        assert (yield Jointly(doubled, [item], kind)) == [2 * item]
-        yield healthy()
-
-    driven([bucket(1, "a"), bucket(2, "b"), bucket(3, "a")], alone())
-    assert calls == [[1, 3], [2]]
+    calls.clear()  # what is of different kinds is computed apart
+    driven([bucket([1], doubled, "a"), bucket([2], doubled, "b"), bucket([3], doubled, "a")], alone())
+    assert calls == [[1, 3], [2, 6], [2], [4]]
 
 
 def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
@@ -285,6 +275,27 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: asks((Mean(torch.zeros(1)), healthy())),
         r"asked for Commit\(.*expected Mean, AllGather or AllToAll, of which several",
     ),
+    "too few results": (
+        lambda: asks(Jointly(lambda items: items[1:], [1, 2])),
+        "has returned 1 results, expected one for each of its 2 items",
+    ),
+    "no commit": (
+        lambda: asks(AllGather(torch.zeros(0))),
+        "has ended without Commit, expected it as the last",
+    ),
+    "a bool": (lambda: asks(Commit(lambda: True)), "returned bool, expected a tensor of one"),  # type: ignore[arg-type, return-value]
+    "two bools": (
+        lambda: asks(Commit(lambda: torch.tensor([True, False]))),
+        r"has returned torch\.bool of shape \(2,\), expected a tensor of one bool",
+    ),
+    "a number": (
+        lambda: asks(Commit(lambda: torch.tensor(1.0))),
+        r"has returned torch\.float32 of shape \(\), expected a tensor of one bool",
+    ),
+    "a request behind the gate": (
+        lambda: (request for request in (healthy(), Mean(torch.zeros(1)))),
+        r"asked for Mean\(.* behind its Commit, expected its end",
+    ),
 }
 
 
@@ -294,47 +305,11 @@ def test_what_can_not_be_served_is_refused_before_anything_is_sent(
 ) -> None:
     transport = alone()
     with pytest.raises(ConfigError, match=words):
-        CollectiveScheduler(transport, "step 0").start(requests(), "first")
-    assert transport.notes == []
-
-
-def test_an_end_without_commit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has ended without Commit, expected it as the last request"):
-        at_commit(asks(Mean(torch.zeros(1))))
-
-
-@pytest.mark.parametrize(
-    ("answer", "got"),
-    [
-        (True, "bool"),
-        (torch.tensor([True, False]), r"torch\.bool of shape \(2,\)"),
-        (torch.tensor(1.0), r"torch\.float32 of shape \(\)"),
-    ],
-)
-def test_an_answer_at_the_gate_that_is_not_one_bool_is_refused(answer: Any, got: str) -> None:
-    with pytest.raises(ConfigError, match=f"has returned {got}, expected a tensor of one bool"):
-        at_commit(asks(Commit(lambda: answer))).is_healthy()
+        driven([requests()], transport)
+    assert not any(note.handed_bytes for note in transport.notes)
 
 
 def test_one_that_is_not_healthy_makes_the_step_so() -> None:
     """Answers may be of no or one dimension."""
     answers = torch.tensor(True), torch.tensor([False])
     assert not bool(at_commit(*(asks(Commit(lambda a=a: a)) for a in answers)).is_healthy())  # type: ignore[misc]
-
-
-def test_a_joint_function_that_returns_too_few_results_is_refused() -> None:
-    def bucket() -> Requests:
-        yield Jointly(lambda items: items[1:], [1, 2])
-
-    with pytest.raises(ConfigError, match="has returned 1 results, expected one for each of its 2 items"):
-        CollectiveScheduler(alone(), "step 0").start(bucket(), "first")
-
-
-def test_a_request_behind_the_gate_is_refused() -> None:
-    def bucket() -> Requests:
-        yield healthy()
-        yield Mean(torch.zeros(1))
-
-    exchange = at_commit(bucket())
-    with pytest.raises(ConfigError, match=r"asked for Mean\(.* behind its Commit, expected its end"):
-        exchange.commit(exchange.tasks)

@@ -11,7 +11,7 @@ from algorithms.test_conformance import assert_same_state
 from catalog import buckets, random_gradients
 from pool import in_each_process
 from test_lost_peers import by_hook, by_optimizer_step
-from thinwire import AllReduce, ConfigError, PowerSGD
+from thinwire import ConfigError, PowerSGD
 from thinwire.simulation import Simulation
 from thinwire.testing import InjectedError, fail_at, faults, random_faults
 
@@ -23,26 +23,20 @@ POWER = PowerSGD(matrix_rank=2)
 def test_non_finite_is_one_skipped_step_and_nothing_else(worker: int, after_messages: int) -> None:
     disturbed, healthy = (Simulation(POWER, buckets(), num_workers=3) for _ in range(2))
     schedule = [fail_at(worker, 3, "non-finite", after_messages=after_messages)]
+    wire = disturbed.engines[worker].wire
     with faults(disturbed.syncs[worker], schedule) as struck:
         committed = [
             disturbed.step(random_gradients(buckets(), num_workers=3, seed=seed))
             for seed in (0, 1, 2, 9, 3, 4)
         ]
     assert struck == schedule
+    assert disturbed.engines[worker].wire is wire
     assert committed == [True, True, True, False, True, True]
     for seed in range(5):
         healthy.step(random_gradients(buckets(), num_workers=3, seed=seed))
     mine, theirs = disturbed.state_dicts()[worker], healthy.state_dicts()[worker]
     assert (mine["skipped_steps"], theirs["skipped_steps"]) == (1, 0)
     assert_same_state(mine | {"skipped_steps": 0}, theirs)
-
-
-def test_whole_gradients_overflow_too() -> None:
-    simulation = Simulation(AllReduce(), buckets(), num_workers=2)
-    gradients = random_gradients(buckets(), num_workers=2, seed=0)
-    with faults(simulation.syncs[0], [fail_at(0, 0, "non-finite")]):
-        simulation.step(gradients)
-    assert [bool(flat.isfinite().all()) for flat in gradients[1]] == [False, True]
 
 
 def test_a_fault_of_another_process_step_or_incarnation_does_not_strike(
@@ -62,15 +56,6 @@ def test_a_fault_of_another_process_step_or_incarnation_does_not_strike(
     ):
         simulation.step(gradients)
     assert struck == [schedule[2]]
-
-
-def test_closed_it_leaves_the_wire_as_it_was() -> None:
-    simulation = Simulation(POWER, buckets(), num_workers=1)
-    engine, before = simulation.engines[0], simulation.engines[0].wire
-    with faults(simulation.syncs[0], []):
-        assert engine.wire is not before
-        assert (engine.wire.size, engine.wire.rank) == (1, 0)
-    assert engine.wire is before
 
 
 @pytest.mark.parametrize("adapter", [by_hook, by_optimizer_step], ids=lambda adapter: adapter.__name__)

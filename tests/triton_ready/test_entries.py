@@ -16,10 +16,11 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.requests import AllGather
 from thinwire.algorithms.topk import TopKPlan
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import EntryLayout
+from thinwire.kernels.base import TopKQuery
 from thinwire.kernels.triton.triton_entries import LENGTH
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
+from thinwire.tensors.entries import EntryLayout
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet
@@ -108,7 +109,7 @@ def message(algorithm: TopK, flat: torch.Tensor, errors: torch.Tensor) -> torch.
 def layout_of(algorithm: TopK, flat: torch.Tensor) -> EntryLayout:
     plan = algorithm.prepare([spec("weight", len(flat))])
     assert isinstance(plan, TopKPlan)
-    return plan.message.layout_on(flat.device)
+    return plan.layout
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
@@ -147,9 +148,9 @@ def test_of_equal_entries_the_first_are_sent() -> None:
     flat = torch.zeros(64).index_fill_(0, torch.arange(5, 60, 5), -3.0)
     algorithm = TopK(density=1 / 16, bits=16, chunk=64)
     with by_triton():
-        packed = message(algorithm, flat, torch.zeros(64))
-        passes = dispatch.entry_passes_for(flat)
-    assert passes is not None
-    positions, values = passes.decoded(packed.unsqueeze(0), layout_of(algorithm, flat))
+        packed, layout = message(algorithm, flat, torch.zeros(64)), layout_of(algorithm, flat)
+        kernels = dispatch.entry_kernels_for(flat, layout)
+    query = TopKQuery(layout, flat, torch.zeros(64), 1.0, None, 0, by_senders=False)
+    positions, values = kernels.decode(query, packed.unsqueeze(0))
     assert positions.tolist() == [[5, 10, 15, 20]]
     assert values.tolist() == [[-3.0] * 4]

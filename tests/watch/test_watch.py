@@ -8,10 +8,8 @@ import os
 import random
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 import thinwire
 from catalog import buckets, random_gradients, spec
 from pool import Pool
-from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
+from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, Message, Work
-from thinwire.comm.metered import Wrapped
+from thinwire.comm import InProcessTransport
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
 from thinwire.sync.stats import Stats
@@ -344,20 +341,12 @@ def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCa
     assert simulated.syncs[0].steps == 4
 
 
-def test_numbers_of_numpy_are_numbers(simulated: Simulation, tmp_path: Path) -> None:
-    with Watch(simulated.syncs[0], tmp_path / "run.jsonl") as watch:
-        train(simulated, range(1))
-        watch.log({"train/loss": np.float32(0.5), "mean": np.mean([1, 2])}, epoch=np.int64(3))  # type: ignore[dict-item]
-    last = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
-    assert (last["train/loss"], last["mean"], last["epoch"]) == (0.5, 1.5, 3)
-
-
 def test_loggers_take_numbers_by_name(simulated: Simulation) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     writer = MetricsWriter(lambda metrics, step: logged.append((metrics, step)))
     with Watch(simulated.syncs[0], writer, norms_every_steps=2) as watch:
         train(simulated, range(2))
-        watch.log(loss=1.0, epoch=3)
+        watch.log({"loss": np.float32(1.0)}, epoch=np.int64(3))  # type: ignore[dict-item]
     assert [step for _, step in logged] == [1, 2, 2, 2]
     stats = simulated.syncs[0].stats()
     assert [metrics["thinwire/message_bytes"] for metrics, _ in logged[:2]] == 2 * [stats.message_bytes / 2]
@@ -440,7 +429,7 @@ def test_error_that_grows_without_bound_is_told_and_error_that_is_paid_is_not(
     train_one_matrix(1, 1)
     (record,) = caplog.records
     assert record.getMessage().startswith("step 128:")
-    assert "the error memory goes on growing" in record.getMessage()
+    assert "it goes on growing" in record.getMessage()
 
 
 def test_the_residual_is_compared_with_what_a_step_sends() -> None:
@@ -493,71 +482,6 @@ def _trained(folder: str) -> int:
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             torch.autograd.backward(model(torch.randn(8, 96, generator=generator)).square().sum())
     return dist.get_world_size()
-
-
-SLOW_SECONDS = 0.4
-KINDS_OF_TIME = ("arithmetic", "waiting", "step")
-
-
-class Announcing(Wrapped):
-    """Sets `key` in the store that the processes share when it is about to wait."""
-
-    key = ""
-
-    def start(self, message: Message) -> Work:
-        return AnnouncedWork(super().start(message), self)
-
-
-@dataclass
-class AnnouncedWork:
-    work: Work
-    transport: Announcing
-
-    def wait(self) -> None:
-        dist.distributed_c10d._get_default_store().set(self.transport.key, "")
-        self.work.wait()
-
-
-def test_waiting_for_a_slow_process_is_waiting_on_every_adapter(pool2: Pool) -> None:
-    """And what is exposed has all of it, and the messages that an adapter sends before."""
-    for told in pool2.run(_slow_peer)[:1]:
-        for name, steps in told.items():
-            assert len(steps) == 4
-            seconds = {kind: sum(each[f"{kind}_seconds"] for each in steps) for kind in KINDS_OF_TIME}
-            assert seconds["arithmetic"] + seconds["waiting"] < seconds["step"], name
-            for each in steps[2:]:
-                assert each["waiting_seconds"] > 0.1 * SLOW_SECONDS, name
-                assert each["arithmetic_seconds"] > 0, name
-                assert each["exposed_seconds"] > 0.1 * SLOW_SECONDS, name
-                assert each["gradient_bytes"] > 5 * each["message_bytes"], name
-
-
-def _slow_peer() -> dict[str, list[Mapping[str, Any]]]:
-    """The second process sleeps once the first one waits for it, however late that is."""
-    assert dist.get_world_size() == 2
-    is_slow = dist.get_rank() == 1
-    told = {}
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(96, 64))
-    own = torch.nn.Linear(96, 64)
-    adapter = powersgd.PowerSGD(
-        list(own.parameters()), powersgd.Config(rank=2, start_compressing_after_num_steps=0)
-    )
-    for name, sync in (("ddp", thinwire.attach(model, PowerSGD(matrix_rank=2))), ("step", adapter.sync)):
-        kept, metered = Kept(), engine_of(sync).metered
-        metered.transport = announcing = Announcing(metered.transport)
-        with Watch(sync, kept):
-            for step in range(4):
-                loss = (model if name == "ddp" else own)(torch.ones(8, 96)).square().sum()
-                announcing.key = f"process {dist.get_rank()}, {name} {step}"
-                if step > 1 and is_slow:  # before, buckets are new, so the processes are compared
-                    dist.distributed_c10d._get_default_store().wait([f"process 0, {name} {step}"])
-                    time.sleep(SLOW_SECONDS)
-                torch.autograd.backward(loss)
-                if name == "step":
-                    adapter.aggregate([p.grad for p in own.parameters() if p.grad is not None])
-        told[name] = kept.of("step")
-    return told
 
 
 def test_local_steps_are_counted_as_steps(pool2: Pool) -> None:

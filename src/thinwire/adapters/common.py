@@ -1,28 +1,30 @@
-"""Parts that adapters share: engines that know machines, the count of contributors, averaged models."""
+"""Parts that all adapters share: an engine, contributors of a join, refusals, messages at the start."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, BatchedPowerSGD, PowerSGD
 from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of, why_by_itself
-from thinwire.errors import AttachError, StepError
+from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
 from thinwire.sync.weights import multiply
-from thinwire.torch_private import backward_pass, leave_join
+from thinwire.torch_private import backward_pass, leave_join, scales_now
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +52,6 @@ def new_engine(
 contributor_scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
-@contextmanager
-def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
-    """Divide gradients of `parameters` by the contributors, while this is open."""
-    # A list: what is frozen or replaced meanwhile must be taken out again as well.
-    before = [(parameter, contributor_scales.get(parameter)) for parameter in parameters]
-    contributor_scales.update((parameter, scale) for parameter, _ in before)
-    try:
-        yield
-    finally:
-        for parameter, was in before:
-            # A parameter that two models share is still the outer one's.
-            if was is None:
-                del contributor_scales[parameter]
-            else:
-                contributor_scales[parameter] = was
-
-
 def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     """Scale this process's gradients so that their mean over the group is that over contributors.
 
@@ -74,6 +59,15 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
     """
     if parameters and parameters[0] in contributor_scales:
         multiply(flat, contributor_scales[parameters[0]])
+
+
+def refuse_weight_of_contributors(engine: Engine) -> None:
+    """Refuse to scale gradients by a weight and by the contributors."""
+    if engine.settings.weight is not None:
+        raise ConfigError(
+            "divide_by_initial_world_size=False does not go with weight; leave it True, and let the weight "
+            "be 0 on a process that has run out of batches"
+        )
 
 
 class Shadow(JoinHook):
@@ -150,12 +144,6 @@ def allow_steps_inside(owner: object) -> None:
     _averaged_in_backward.pop(owner, None)
 
 
-@cache
-def _look_at_steps() -> RemovableHandle:
-    # Torch calls it before every step of every optimizer: so whatever makes the step shows.
-    return register_optimizer_step_pre_hook(_refuse_step_inside)
-
-
 def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if backward_pass() == -1:
         return
@@ -165,3 +153,80 @@ def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
             f"{type(optimizer).__name__}.step() was called inside of the backward pass, before gradients "
             "were averaged; step after backward(), and restart all processes from a checkpoint"
         )
+
+
+# Torch calls it before every step of every optimizer: so whatever makes the step shows.
+_look_at_steps = cache(partial(register_optimizer_step_pre_hook, _refuse_step_inside))
+
+
+# Messages at the start: how much is sent, and what would go wrong without a word.
+
+ALONE = (
+    "nothing is averaged: this is one process, in a group of its own. If others train with it, start all as "
+    "one job, on each machine: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+    "HOST:29500 train.py; accelerate launch takes --num_machines, --num_processes, --machine_rank and "
+    "--main_process_ip"
+)
+
+
+def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str = "") -> None:
+    """Log on the first process what an engine does in a step, and after its first step what does not fit it.
+
+    `averages` names what averages models, and how often; "" if gradients are averaged in every step.
+    """
+    together = engine.settings.health_group
+    if engine.transport.rank or (together is not None and together.rank):
+        return
+    if engine.transport.size == 1:
+        logger.warning(ALONE)
+        return
+    where, sender = f"{engine.transport.size} processes", "process"
+    if engine.partition is not None:
+        where = f"{engine.inter_node.size} machines of {engine.partition.intra_node.size} processes"
+        sender = "machine"
+    elif together is not None:
+        where = f"{engine.transport.size} replicas of {together.size} processes"
+    sent, in_bf16 = engine.plan.message_bytes / 1e6, 2 * sum(spec.numel for spec in engine.specs) / 1e6
+    what, per = f"{engine.algorithm} averages gradients", f"a step, where bf16 sends {in_bf16:.3g}"
+    if averages:
+        what = f"{averages}, averages models"
+        per = f"an averaging, where gradients in bf16 are {in_bf16:.3g} a step"
+    sends = f": a {sender} sends {sent:.3g} MB {per}" if in_bf16 else ""
+    logger.info("%s over %s%s", what, where, sends)
+    if averages or not engine.algorithm.remembers:
+        return
+    owned = {id(parameter) for parameter in parameters}  # identities: a message must keep no model alive
+
+    def look(committed: bool) -> None:
+        engine.reporter.observers.remove(look)
+        for words in _misfits(engine, owned):
+            logger.warning("%s", words)
+
+    # After the first step the loss has been scaled, and there is an optimizer. Neither is known to a hook, so
+    # all objects are looked through, in some 0.1 s: once.
+    engine.reporter.observers.append(look)
+
+
+def _misfits(engine: Engine, owned: set[int]) -> Iterator[str]:
+    """Yield warnings about objects in this process that do not go with an algorithm that remembers."""
+    # Types are compared, since `isinstance` asks objects, and some do something then.
+    kinds = (GradScaler, torch.optim.Optimizer)
+    objects: list[Any] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
+    scalers = [candidate for candidate in objects if isinstance(candidate, GradScaler)]
+    if engine.settings.loss_scale is None and any(map(scales_now, scalers)):
+        yield (
+            f"a GradScaler scales a loss, and {engine.algorithm} was not given it: what it remembers is "
+            "wrong after each change of the scale; pass grad_scaler=scaler, unless it is another model's"
+        )
+    if not isinstance(engine.algorithm, PowerSGD | BatchedPowerSGD):
+        return
+    for candidate in objects:
+        groups = getattr(candidate, "param_groups", ())
+        trains = any(id(parameter) in owned for group in groups for parameter in group["params"])
+        if trains and any("Adam" in kind.__name__ for kind in type(candidate).__mro__):
+            yield (
+                f"{type(engine.algorithm).__name__} with {type(candidate).__name__} costs loss (3.6 % after "
+                "300 steps of a small GPT); Quantize(bits=4) costs none that we could measure, see "
+                "docs/optimizers.md"
+            )
+            return

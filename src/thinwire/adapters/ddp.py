@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters import ddp_model
 from thinwire.adapters.common import (
     allow_steps_inside,
     averaged_models,
@@ -21,26 +22,8 @@ from thinwire.adapters.common import (
     new_engine,
     refuse_averaged_twice,
     refuse_steps_inside,
+    tell_start,
 )
-from thinwire.adapters.ddp_model import (
-    PYTHON_REDUCER,
-    DetachedAdapter,
-    check_attachable,
-    check_options,
-    ddp_inside,
-    ddp_model_of,
-    ddp_models_with,
-    guard,
-    names_of,
-    not_pickled,
-    num_trained,
-    register,
-    unaveraged,
-    unguard,
-    wrong_model,
-)
-from thinwire.adapters.ddp_used import Used
-from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, NonfiniteError, StepError
@@ -60,10 +43,10 @@ def attach_ddp(
     holder: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    model = ddp_inside(holder)
+    model = ddp_model.ddp_inside(holder)
     if model is None:
-        raise AttachError(wrong_model(holder))
-    check_attachable(model)
+        raise AttachError(ddp_model.wrong_model(holder))
+    ddp_model.check_attachable(model)
     transport = _transport_of(model)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
     adapter = adapter_of(model, algorithm, transport, settings, layout)
@@ -86,11 +69,9 @@ def adapter_of(
     layout: Layout = False,
 ) -> "DDPAdapter":
     """Return an adapter that knows the model's parameters by name; not registered yet. Collective."""
-    check_options(model)
-    names = names_of(model.module, model.parameters_to_ignore)
-    specs = [
-        ParameterSpec.of(name, parameter) for parameter, name in names.items() if parameter.requires_grad
-    ]
+    ddp_model.check_options(model)
+    names = ddp_model.names_of(model.module, model.parameters_to_ignore)
+    specs = [ParameterSpec.of(name, p) for p, name in names.items() if p.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
     refuse_steps_inside(adapter, names)
@@ -98,26 +79,21 @@ def adapter_of(
 
 
 def adapter_of_hook(
-    hook_state: object,
-    algorithm: Algorithm,
-    transport: ProcessGroupTransport,
-    settings: Settings,
-    layout: Layout,
+    hook_state: object, algorithm: Algorithm, transport: Transport, settings: Settings, layout: Layout
 ) -> "DDPAdapter":
     """Return an adapter for a hook that the user has registered with this state. Collective."""
-    models = ddp_models_with(lambda state: state is hook_state)
+    models = ddp_model.ddp_models_with(lambda state: state is hook_state)
     if len(models) > 1:
         shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
         raise ConfigError(f"{shared}; {ONE_EACH}")
-    if not models:
+    if models:
+        adapter = adapter_of(models[0], algorithm, transport, settings, layout)
+        ddp_model.guard(models[0])
+    else:
         # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
         settings = replace(settings, may_be_unused=True)
         adapter = DDPAdapter(new_engine(algorithm, transport, (), settings, layout))
-        tell_start(adapter.engine, ())
-        return adapter
-    adapter = adapter_of(models[0], algorithm, transport, settings, layout)
-    guard(models[0])
-    tell_start(adapter.engine, models[0].parameters())
+    tell_start(adapter.engine, models[0].parameters() if models else ())
     return adapter
 
 
@@ -141,9 +117,9 @@ class DDPAdapter:
         self._step: Step | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         self._watched_pass = -1
-        self._used: Used | None = None
+        self._used: ddp_model.Used | None = None
         # Gradients in a bucket that the step may leave as they are: name, part of the bucket, copy.
-        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         if model is not None:
             self._note_used(model)
 
@@ -169,13 +145,13 @@ class DDPAdapter:
             with beside:
                 # Time both as one: while a bucket is opened, and processes agree, its gradients wait.
                 with self.engine.clock.inside(self.engine.traffic):
-                    opened = self._open_bucket(bucket.parameters())
+                    state = self._bucket_of(bucket.parameters())
                     step = step or self._begin(bucket)
                     used = None
                     if self._used is not None:
                         used = self._used.of(bucket.parameters(), is_pass=current != -1)
-                        self._keep_unused(bucket, opened, used)
-                    step.start(opened, flat, used)
+                        self._copy_unused(bucket, state.specs, used)
+                    step.start(state, flat, used)
                 self._waiting.append((future, flat))
                 is_last = (
                     bucket.is_last() if self._static_graph is None else self._static_graph.is_last(bucket)
@@ -186,25 +162,21 @@ class DDPAdapter:
                 self._comm_stream.current_waits()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
-            self._waiting, self._kept = [], []
+            self._waiting, self._copies = [], []
             self.engine.abandon()
             self._comm_stream.current_waits()
             raise
         return future
 
-    def _open_bucket(self, parameters: list[torch.Tensor]) -> BucketState | Specs:
-        """Return a bucket that is open; its parameters if it is not."""
+    def _bucket_of(self, parameters: list[torch.Tensor]) -> BucketState:
         # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
         known = self._buckets.get(key)
-        if known is not None and known.is_current:
-            return known
-        specs = self._parameters.specs_of(parameters)
-        opened = self.engine.buckets.opened(specs)
-        if opened is None:
-            return specs
-        self._buckets[key] = opened
-        return opened
+        if known is None or not known.is_current:
+            # The others of this step stay; those of earlier layouts, or closed, hold plans and buffers.
+            self._buckets = {ids: bucket for ids, bucket in self._buckets.items() if bucket.is_in_flight}
+            known = self._buckets[key] = self.engine.buckets.bucket(self._parameters.specs_of(parameters))
+        return known
 
     def _begin(self, bucket: GradBucket) -> Step:
         # The model of a user's own hook is unknown; it may average within a machine only.
@@ -220,13 +192,13 @@ class DDPAdapter:
         # start the messages of step 8 before the last ones of step 7, rank 1 behind them: both would wait.
         for parameter, name in self._parameters.outside:
             if parameter.requires_grad:
-                raise unaveraged(name)
+                raise ddp_model.unaveraged(name)
         if not step.finish():
             self._report_nonfinite()
-        for name, gradient, before in self._kept:
+        for name, gradient, before in self._copies:
             if name in step.unused:
                 gradient.copy_(before)
-        self._kept = []
+        self._copies = []
         self._parameters.are_all_known = True
         if self._used is not None and is_pass:
             self._used.forget()
@@ -258,27 +230,26 @@ class DDPAdapter:
 
     def _look_at_model(self, bucket: GradBucket) -> None:
         """Check the model of the first bucket. A hook inside of a user's own may not find it."""
-        model = ddp_model_of(bucket.parameters()) if self._model is None else self._model()
+        model = ddp_model.ddp_model_of(bucket.parameters()) if self._model is None else self._model()
         if model is not None:
-            check_options(model)
+            ddp_model.check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None
             self._note_used(model)
         self._is_new = False
 
     def _note_used(self, model: DistributedDataParallel) -> None:
         if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
-            self._used = Used(names_of(model.module, model.parameters_to_ignore))
+            self._used = ddp_model.Used(ddp_model.names_of(model.module, model.parameters_to_ignore))
 
-    def _keep_unused(self, bucket: GradBucket, opened: BucketState | Specs, used: list[bool] | None) -> None:
-        """Keep gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
+    def _copy_unused(self, bucket: GradBucket, specs: Specs, used: list[bool] | None) -> None:
+        """Copy gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
         if used is None or all(used):
             return
-        specs = opened.specs if isinstance(opened, BucketState) else opened
         parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
         for spec, parameter, gradient, is_used in parts:
             before = None if is_used else parameter.grad
             if before is not None and before.data_ptr() == gradient.data_ptr():
-                self._kept.append((spec.name, gradient, gradient.clone()))
+                self._copies.append((spec.name, gradient, gradient.clone()))
 
     def let_go(self) -> None:
         """Remove hooks of the model's parameters, and allow steps inside of its backward pass again."""
@@ -321,16 +292,16 @@ class _StaticGraph:
     """Finds out of a static graph what DDP does not say: the first pass's last bucket, frozen parameters."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._num_expected = num_trained(ddp_parameters(model))  # 0 after the first step
+        self._num_expected = ddp_model.num_trained(ddp_parameters(model))  # 0 after the first step
         self.num_taken = 0
 
     def leaves_out(self, bucket: GradBucket, step: Step | None) -> bool:
         """Return whether a bucket is frozen: after the others it would begin a new step."""
-        return not num_trained(bucket.parameters()) and (step is None or not bucket.is_last())
+        return not ddp_model.num_trained(bucket.parameters()) and (step is None or not bucket.is_last())
 
     def is_last(self, bucket: GradBucket) -> bool:
         """Count a bucket that was started; return whether it is the step's last."""
-        self.num_taken += num_trained(bucket.parameters())
+        self.num_taken += ddp_model.num_trained(bucket.parameters())
         # In the first pass DDP calls every bucket its first, and none the last.
         if bucket.is_last() or 0 < self._num_expected == self.num_taken:
             self._num_expected = 0
@@ -347,25 +318,22 @@ class _Parameters:
         self._names: dict[int, tuple[torch.Tensor, str]] = {
             id(parameter): (parameter, name) for parameter, name in (names or {}).items()
         }
-        self._specs: dict[tuple[int, ...], Specs] = {}
+        self._inside: set[int] = set()
         # Those in no bucket so far. DDP makes buckets of what is trained when it is built: what is unfrozen
         # later is in none, and would drift apart. What is frozen later stays in them.
         self.outside: list[tuple[torch.Tensor, str]] = []
 
     def specs_of(self, parameters: list[torch.Tensor]) -> Specs:
         """Return the specs of a bucket's parameters."""
-        key = tuple(map(id, parameters))
-        if key not in self._specs:
-            # DDP fills buckets from the model's end, and lists each one's parameters from its start.
-            for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
-                if self.are_all_known:
-                    words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
-                    raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
-                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
-            self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
-            inside = {parameter_id for ids in self._specs for parameter_id in ids}
-            self.outside = [known for known_id, known in self._names.items() if known_id not in inside]
-        return self._specs[key]
+        # DDP fills buckets from the model's end, and lists each one's parameters from its start.
+        for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
+            if self.are_all_known:
+                words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
+                raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
+            self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
+        self._inside.update(map(id, parameters))
+        self.outside = [known for known_id, known in self._names.items() if known_id not in self._inside]
+        return tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
 
 
 class Switch:
@@ -386,19 +354,19 @@ class Switch:
     def free(self) -> None:
         """Average as DDP would without a hook, from the next pass on."""
         if (model := self._model()) is not None:  # else there is nothing to average any more
-            unguard(model)
+            ddp_model.unguard(model)
             if (adapter := self.adapter_now()) is not None:
                 adapter.let_go()
-            names = names_of(model.module, model.parameters_to_ignore)
+            names = ddp_model.names_of(model.module, model.parameters_to_ignore)
             adapter = DDPAdapter(Engine(AllReduce(), _transport_of(model)), names, model)
             self.adapter_now, self.taken_by = lambda: adapter, ""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> DetachedAdapter:
+    def __deepcopy__(self, memo: dict[int, object]) -> ddp_model.DetachedAdapter:
         """Return a stand-in: a copied model, as weight averaging makes it, has a reducer without a hook."""
-        return DetachedAdapter()
+        return ddp_model.DetachedAdapter()
 
     def __reduce__(self) -> NoReturn:
-        raise not_pickled()
+        raise ddp_model.not_pickled()
 
 
 ATTACHED = "attach"
@@ -411,9 +379,9 @@ def switched(
     hooks = [state for _, state in comm_hooks(model) if isinstance(state, Switch) and not state.taken_by]
     switch = hooks[0] if hooks else Switch(model)
     if hooks:
-        guard(model)
+        ddp_model.guard(model)
     else:
-        register(model, switch, thinwire_hook)
+        ddp_model.register(model, switch, thinwire_hook)
     switch.adapter_now, switch.taken_by = adapter_now, taken_by
     return switch
 
@@ -431,7 +399,7 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
     """Return a bucket's flat gradients."""
     # The python reducer calls hooks as well, with gradients in place of buckets.
     if not isinstance(bucket, GradBucket):
-        raise AttachError(PYTHON_REDUCER)
+        raise AttachError(ddp_model.PYTHON_REDUCER)
     flat = bucket.buffer()
     if flat.is_sparse:
         words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"

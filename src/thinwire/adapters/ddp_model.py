@@ -3,7 +3,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
-from thinwire.torch_private import ddp_logging_data, ddp_parameters, uncompiled
+from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
 
 # Torch's wrappers of a module show in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -31,12 +32,8 @@ PYTHON_REDUCER = (
 )
 
 # The names that DDP's reducer has for the types of parameters.
-REDUCERS_NAMES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
+REDUCERS_NAMES = {torch.float32: "float", torch.float64: "double"}
+REDUCERS_NAMES |= {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 
 # If gradients can't be averaged because of how a model is divided, models still can.
 DIVIDED = 'or average such a model by DiLoCo or LocalSGD, with replicas=mesh["replicate"]'
@@ -73,6 +70,55 @@ def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
         parameter.requires_grad_(trained)
 
 
+class Used:
+    """Parameters that some backward pass has given a gradient since the last step, passes in `no_sync` too.
+
+    Of the others DDP leaves `.grad` alone, whatever that holds: their means are applied nowhere. That a
+    gradient is there, and not zero, does not tell: it may be of an earlier step, or of an earlier pass.
+    """
+
+    # Counted as DDP's reducer counts, by its own condition. It does not tell before the last bucket is
+    # averaged.
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._ids: set[int] = set()
+        # Hooks of the pass under way, or of passes before this was made, may have gone by unseen.
+        self._is_complete = False
+        self._handles = [
+            self._noted(parameter)
+            for parameter in parameters
+            if parameter.is_floating_point() or parameter.is_complex()  # others are never trained
+        ]
+
+    def _noted(self, parameter: torch.nn.Parameter) -> RemovableHandle:
+        # No reference to `self`: the reducer holds the node, and with it the hook, out of sight of Python's
+        # garbage collector.
+        ids = self._ids
+
+        def note(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            # A node may be called with nothing to add.
+            if gradients[0] is not None or parameter.grad is not None:
+                ids.add(id(parameter))
+
+        return accumulator_of(parameter).register_prehook(note)
+
+    def of(self, parameters: Sequence[torch.Tensor], *, is_pass: bool) -> list[bool] | None:
+        """Return which of a bucket's parameters were used; None if that is not known yet."""
+        if not is_pass:  # a process without input shadows the others
+            return [False] * len(parameters)
+        return [id(parameter) in self._ids for parameter in parameters] if self._is_complete else None
+
+    def forget(self) -> None:
+        """Begin anew, after a step."""
+        self._ids.clear()
+        self._is_complete = True
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+
 def num_trained(parameters: Iterable[torch.Tensor]) -> int:
     """Return how many are trained: those frozen after the model was wrapped still lie in a bucket."""
     return sum(parameter.requires_grad for parameter in parameters)
@@ -105,8 +151,7 @@ def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedData
 
     Cost: a look at every Python object, 0.2 s for a million of them. A hook is not given its model.
     """
-    states = ((model, [s for _, s in torch_private.comm_hooks(model)]) for model in _ddp_models())
-    return [model for model, its in states if any(map(is_wanted, its))]
+    return [model for model in _ddp_models() if any(is_wanted(state) for _, state in comm_hooks(model))]
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
@@ -126,15 +171,14 @@ def _ddp_models() -> list[DistributedDataParallel]:
 LIGHTNING = "make the Trainer with strategy=thinwire.integrations.lightning.ThinwireStrategy(algorithm)"
 
 
-def is_sharded(model: object, kinds: Collection[str] = (FSDP2, FSDP1)) -> bool:
-    """Return whether FSDP holds a part of the model: of either kind, or of the first (`is_fsdp2`)."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return any(_is_one_of(module, *kinds) for module in modules)
-
-
 def is_fsdp2(model: object) -> bool:
     """Return whether `fully_shard` or `replicate` holds a part of the model."""
-    return is_sharded(model, [FSDP2])
+    return isinstance(model, torch.nn.Module) and any(_is_one_of(m, FSDP2) for m in model.modules())
+
+
+def is_sharded(model: object) -> bool:
+    """Return whether FSDP holds a part of the model, of either kind."""
+    return isinstance(model, torch.nn.Module) and any(_is_one_of(m, FSDP2, FSDP1) for m in model.modules())
 
 
 def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
@@ -242,7 +286,7 @@ def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
     """Return the name of the model's communication hook, "" if it has none, and whether it is Thinwire's."""
     # DDP logs the hook in use: its list lacks those built in, and has those that a copy has lost.
     name = ddp_logging_data(model).get("comm_hook", "")
-    for hook, state in reversed(torch_private.comm_hooks(model)):
+    for hook, state in reversed(comm_hooks(model)):
         if hook.__qualname__ == name:
             made_in = {str(hook.__module__), type(state).__module__}
             return name, any(module.split(".")[0] == "thinwire" for module in made_in)
@@ -252,7 +296,7 @@ def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
 def guard(model: DistributedDataParallel) -> None:
     """Let an attached model refuse passes that no hook would see: of copies, and of sharded parts."""
     unguard(model)
-    model.register_forward_pre_hook(_Guard(weakref.ref(model), model))
+    model.register_forward_pre_hook(_Guard(model))
 
 
 def unguard(model: DistributedDataParallel) -> None:
@@ -267,43 +311,31 @@ class _Guard:
     # conversion or a new layer makes; and a copy of a model has no communication hook. Copies that are not
     # trained (averaged weights) work.
 
-    def __init__(
-        self, model: weakref.ref[DistributedDataParallel], its: DistributedDataParallel | None = None
-    ) -> None:
-        self._model = model
-        parameters = () if its is None else its.parameters()
-        self._known = set(map(id, parameters))
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+        self._known = set(map(id, model.parameters()))
         # One of each type and device: a conversion of the whole model changes some, and DDP itself finds out
         # if only a part of the model takes no part.
-        trained = () if its is None else (p for p in ddp_parameters(its) if p.requires_grad)
-        by_kind = {(parameter.dtype, parameter.device): parameter for parameter in trained}
+        by_kind = {(p.dtype, p.device): p for p in ddp_parameters(model) if p.requires_grad}
         self._nodes = [(parameter, accumulator_of(parameter)) for parameter in by_kind.values()]
-        self._learn(() if its is None else its.module.modules())
+        self._learn(model)
 
-    def _learn(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._modules = list(modules)
-        inside = [torch_private.children_and_parameters(module) for module in self._modules]
-        self._children = [children for children, _ in inside]
-        self._own = [parameters for _, parameters in inside]
-        self._types, self._children_then = list(map(type, self._modules)), list(map(dict, self._children))
-        self._own_then = self._own_now()
+    def _learn(self, model: DistributedDataParallel) -> None:
+        self._modules = list(model.modules())
+        self._held = list(chain.from_iterable(map(torch_private.children_and_parameters, self._modules)))
+        self._then = self._now()
 
-    def _own_now(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._own))))
-
-    def _has_changed(self) -> bool:
-        """Return whether modules or parameters have come, gone, or been replaced."""
-        # Each step asks, so there is no loop in Python: 0.08 ms for 300 modules. `fully_shard` changes the
+    def _now(self) -> tuple[list[type], list[int]]:
+        # Each step asks, so there is no loop in Python: 0.1 ms for 300 modules. `fully_shard` changes the
         # class of each module that it takes; to compare classes is 50 times as fast as to ask for bases.
-        return (
-            list(map(type, self._modules)) != self._types
-            or self._children != self._children_then
-            or self._own_now() != self._own_then
-        )
+        held = chain.from_iterable(map(dict.values, self._held))
+        return list(map(type, self._modules)), list(map(id, held))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_Guard":
-        """Return a guard of the same model: so a copy knows that it is not the one that is attached."""
-        return _Guard(self._model)
+        """Return one that knows the original alone, and so that a copy is not the model that is attached."""
+        copied = _Guard.__new__(_Guard)
+        copied._model = self._model
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise not_pickled()
@@ -313,9 +345,10 @@ class _Guard:
         if not torch.is_grad_enabled():
             return
         if model is not self._model():
-            _refuse_to_train_copy(model)
+            if hook_of(model) == ("", False):
+                model.register_comm_hook(None, _refuse_to_train_copy)
             return
-        if _is_one_of(model, FSDP2) or self._has_changed():
+        if self._now() != self._then:
             self._look_again(model)
         for parameter, node in self._nodes:
             if parameter.requires_grad and accumulator_of(parameter) is not node:
@@ -337,18 +370,14 @@ class _Guard:
             # A tensor that `torch.func.functional_call` puts in a parameter's place may be computed from it.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
                 raise unaveraged(name)
-        self._learn(model.module.modules())
+        self._learn(model)
 
 
-def _refuse_to_train_copy(model: DistributedDataParallel) -> None:
-    def refuse(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
-        raise AttachError(
-            "this DDP model is a copy, without the communication hook, and would train uncompressed; copy "
-            "the original again, and attach(copied_model, …) before its first step"
-        )
-
-    if hook_of(model) == ("", False):
-        model.register_comm_hook(None, refuse)
+def _refuse_to_train_copy(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
+    raise AttachError(
+        "this DDP model is a copy, without the communication hook, and would train uncompressed; copy "
+        "the original again, and attach(copied_model, …) before its first step"
+    )
 
 
 def unaveraged(name: str) -> StepError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.adapters.common import counted
+from thinwire.adapters.common import contributor_scales, refuse_weight_of_contributors
 from thinwire.adapters.ddp import Switch
 from thinwire.adapters.ddp_model import ddp_inside, ddp_models_with, hook_of, wrong_model
 from thinwire.comm.process_group import members_over_contributors
@@ -79,36 +79,41 @@ def join(
             "join(…, throw_on_early_termination=True) or BatchNorm"
         )
     options = (enable, throw_on_early_termination)
-    refusal = register_optimizer_step_pre_hook(_refuse_to_step) if shadows else None
-    try:
+    with ExitStack() as entered:
+        # Otherwise it would divide by the last number of contributors forever.
+        if model is not None:
+            entered.callback(divide_by_all_members, model)
+        entered.callback(leave_join, joinable)
+        if shadows:
+            entered.callback(register_optimizer_step_pre_hook(_refuse_to_step).remove)
         if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
-            _refuse_weights(model)
             # Register our counter before DDP: Join notifies the first joinable only, and DDP's notification
             # would make DDP divide as well.
             counter = _Counter(model)
-            with counter.counting(), Join([counter, model], *options):
-                yield
+            entered.callback(model.register_forward_pre_hook(counter.count).remove)
+            entered.enter_context(counted(model.parameters(), counter.scale))
+            entered.enter_context(Join([counter, model], *options))
         else:
             divide = divide_by_initial_world_size
-            with Join([joinable], *options, divide_by_initial_world_size=divide):
-                yield
+            entered.enter_context(Join([joinable], *options, divide_by_initial_world_size=divide))
+        yield
+
+
+@contextmanager
+def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
+    """Divide gradients of `parameters` by the contributors, while this is open."""
+    # A list: what is frozen or replaced meanwhile must be taken out again as well.
+    before = [(parameter, contributor_scales.get(parameter)) for parameter in parameters]
+    contributor_scales.update((parameter, scale) for parameter, _ in before)
+    try:
+        yield
     finally:
-        if refusal is not None:
-            refusal.remove()
-        leave_join(joinable)
-        # Otherwise it would divide by the last number of contributors forever.
-        if model is not None:
-            divide_by_all_members(model)
-
-
-def _refuse_weights(model: DistributedDataParallel) -> None:
-    for _, state in comm_hooks(model):
-        engine = state.engine if isinstance(state, Switch) else None
-        if engine is not None and engine.settings.weight is not None:
-            raise ConfigError(
-                "divide_by_initial_world_size=False does not go with weight; leave it True, and let the "
-                "weight be 0 on a process that has run out of batches"
-            )
+        for parameter, was in before:
+            # A parameter that two models share is still the outer one's.
+            if was is None:
+                del contributor_scales[parameter]
+            else:
+                contributor_scales[parameter] = was
 
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -150,16 +155,6 @@ class _Counter(Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         return self._model.join_process_group  # type: ignore[no-any-return]
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count in each forward pass, and divide by the contributors, while this is open."""
-        handle = self._model.register_forward_pre_hook(self.count)
-        try:
-            with counted(self._model.parameters(), self.scale):
-                yield
-        finally:
-            handle.remove()
-
 
 def _joinable(joined: object) -> Joinable:
     if isinstance(joined, GradientSync):
@@ -185,4 +180,7 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
             f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
             "divides by the members of the group; leave it True, or register one of thinwire.hooks"
         )
+    for _, state in comm_hooks(model):
+        if isinstance(state, Switch) and state.engine is not None:
+            refuse_weight_of_contributors(state.engine)
     return bool(name)

@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import Shadow, new_engine, refuse_averaged_twice
-from thinwire.adapters.start import tell_start
+from thinwire.adapters.common import (
+    Shadow,
+    new_engine,
+    refuse_averaged_twice,
+    refuse_weight_of_contributors,
+    tell_start,
+)
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.comm import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import members_over_contributors
@@ -21,7 +26,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.settings import HostCheck, OnNonfinite
-from thinwire.sync.weights import multiply
+from thinwire.sync.weights import Weight, multiply
 from thinwire.tensors import accelerators
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]
@@ -47,16 +52,24 @@ class GradientListAdapter(Joinable):
         host_check: HostCheck = True,
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = False,
+        weight: Weight | None = None,
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
-        if transport is None:
-            transport = _transport_over(process_group, self.parameters[0].device)
+        is_alone = process_group is None and os.environ.get("WORLD_SIZE", "1") == "1"
+        if transport is None and is_alone and not dist.is_initialized():
+            transport = InProcessTransport.group(1)[0]
+        # If torchrun has started several, each would train a model by itself without a word: this refuses.
+        transport = transport or ProcessGroupTransport(process_group, self.parameters[0].device)
         self._group = transport.group if isinstance(transport, ProcessGroupTransport) else None
         settings = Settings.of(
-            grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite, typed=self._typed
+            grad_scaler=grad_scaler,
+            host_check=host_check,
+            on_nonfinite=on_nonfinite,
+            typed=self._typed,
+            weight=weight,
         )
         self.engine = new_engine(algorithm, transport, self._specs, settings, machines)
         self.sync = GradientSync(self.engine)
@@ -78,29 +91,29 @@ class GradientListAdapter(Joinable):
         refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
         # It counts as one wait: all gradients are there from the beginning, and the caller waits throughout.
         with self.engine.clock.inside(self.engine.traffic):
-            return self._average(gradients)
-
-    def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
-        # Before all other collectives of the step: a process that shadows it comes in with this one.
-        scale = members_over_contributors(self)
-        self.engine.agree(self.parameters[0].device)
-        # A gradient that is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
-        means: list[torch.Tensor | None] = [None] * len(gradients)
-        # In the order of the parameters, so in the same one on every process.
-        indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
-        for index in self._used_anywhere(gradients):
-            indices_of[self.parameters[index].device, self._specs[index].dtype].append(index)
-        for indices in indices_of.values():
-            specs = tuple(self._specs[index] for index in indices)
-            flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
-            # Scale what goes in, not what comes out: the residual keeps one unit.
-            if scale is not None and not self._divides_by_initial:
-                multiply(flat, scale)
-            # Views: the engine averages in place, so the means are in these tensors when it returns.
-            for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
-                means[index] = self.in_layout(index, part)
-            buckets.append((specs, flat))
-        return means, self.engine.average(buckets, is_agreed=True) if buckets else True
+            # Before all other collectives of the step: a process that shadows it comes in with this one.
+            scale = members_over_contributors(self)
+            self.engine.agree(self.parameters[0].device)
+            # A gradient that is None everywhere stays so: the optimizer then leaves the parameter alone.
+            means: list[torch.Tensor | None] = [None] * len(gradients)
+            # In the order of the parameters, so in the same one on every process.
+            indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
+            for index in self._used_anywhere(gradients):
+                indices_of[self.parameters[index].device, self._specs[index].dtype].append(index)
+            for (device, dtype), indices in indices_of.items():
+                specs = tuple(self._specs[index] for index in indices)
+                flat = torch.zeros(sum(spec.numel for spec in specs), dtype=dtype, device=device)
+                # Views: the engine averages in place, so the means are in these tensors when it returns.
+                for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
+                    means[index] = mean = self.in_layout(index, part)
+                    gradient = gradients[index]
+                    if gradient is not None:
+                        mean.copy_(gradient)
+                # Scale what goes in, not what comes out: the residual keeps one unit.
+                if scale is not None and not self._divides_by_initial:
+                    multiply(flat, scale)
+                buckets.append((specs, flat))
+            return means, self.engine.average(buckets, is_agreed=True) if buckets else True
 
     def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """Return a flat tensor, in a parameter's order of memory, as a view of the parameter's shape."""
@@ -108,23 +121,17 @@ class GradientListAdapter(Joinable):
         strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
         return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
 
-    def name_of(self, index: int) -> str:
-        """Return the name of a parameter in saved state."""
-        return self._specs[index].name
-
     def _check(self, gradients: Gradients) -> None:
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise StepError(
                 "this was made for this process alone, before torch.distributed.init_process_group(); "
                 "make it afterwards, on every process"
             )
-        if len(gradients) != len(self.parameters):
-            wanted = f"{len(self.parameters)} gradients, one for each parameter"
-            raise ConfigError(f"expected {wanted}, got {len(gradients)}")
-        for index, gradient in enumerate(gradients):
-            wanted_shape = tuple(self.parameters[index].shape)
-            if gradient is not None and gradient.shape != wanted_shape:
-                words = f"has shape {tuple(gradient.shape)}, its parameter {wanted_shape}"
+        if len(gradients) != (count := len(self.parameters)):
+            raise ConfigError(f"expected {count} gradients, one for each parameter, got {len(gradients)}")
+        for index, (gradient, parameter) in enumerate(zip(gradients, self.parameters, strict=True)):
+            if gradient is not None and gradient.shape != parameter.shape:
+                words = f"has shape {tuple(gradient.shape)}, its parameter {tuple(parameter.shape)}"
                 raise ConfigError(f"gradient {index} {words}; give them in the order of the parameters")
             if gradient is not None and gradient.is_sparse:
                 words = "is sparse and can't be averaged; build the embedding with sparse=False"
@@ -142,18 +149,13 @@ class GradientListAdapter(Joinable):
         self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
         return [index for index, is_used in enumerate(flags.tolist()) if is_used]
 
-    def _flat(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Return a gradient in its parameter's order of memory; zeros for none."""
-        spec, device = self._specs[index], self.parameters[index].device
-        flat = torch.zeros(spec.numel, dtype=spec.dtype, device=device)
-        if gradient is not None:
-            self.in_layout(index, flat).copy_(gradient)
-        return flat
-
     # Uneven inputs: see thinwire.join.
 
     def join_hook(self, **options: Any) -> JoinHook:
-        self._divides_by_initial = options.get("divide_by_initial_world_size", True)
+        divides_by_initial = options.get("divide_by_initial_world_size", True)
+        if not divides_by_initial:
+            refuse_weight_of_contributors(self.engine)
+        self._divides_by_initial = divides_by_initial
         return Shadow(
             self,
             step=lambda: self.average([None] * len(self.parameters)),
@@ -173,14 +175,6 @@ class GradientListAdapter(Joinable):
                 "torch.distributed.init_process_group() before it is made"
             )
         return self._group
-
-
-def _transport_over(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
-    started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    # If torchrun has started several, each would train a model by itself without a word.
-    if process_group is not None or not started_alone or dist.is_initialized():
-        return ProcessGroupTransport(process_group, device)
-    return InProcessTransport.group(1)[0]
 
 
 def _checked(parameters: object) -> list[torch.Tensor]:

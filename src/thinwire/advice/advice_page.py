@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thinwire.advice.losses import NOISE_PERCENT, ExpectedLoss, signed
-from thinwire.advice.prediction import Prediction
-from thinwire.advice.priced import lines_by_framework
+from thinwire.advice.prediction import LINES, Prediction, choose, code_of, contenders
 
 LEGEND = f"""\
 between: the quartiles of a step; %: of a step with 16 bits; 5 ms: a step at this round trip of the link
-MB: what leaves a {{sender}} per step, and as much reaches it; kept: MB between steps
-loss: the gap to exact averaging's held-out loss, in percent; up to {NOISE_PERCENT:g} counts as none
+MB: what leaves a {{sender}} per step, and as much reaches it; kept: MB that an algorithm keeps between steps
+loss: held-out loss above exact averaging's, in percent; up to {NOISE_PERCENT:g} counts as none
     ≤ 4.4: not measured; a rougher setting lost 4.4. > 12: not measured; a finer setting lost 12
-    ?: not known, or of longer runs only. Measured with small models of text; yours may differ
+    ?: not measured, or only in longer runs, or (low rank) in far smaller models
+    Measured with small models of text; yours may differ
 rounds: messages of a step that wait for each other"""
 
 
@@ -26,9 +26,6 @@ class Advice:
     Attributes:
         predictions: Of everything that was considered.
         baseline: Averaging in 16 bits, to compare with.
-        best: The advised algorithm.
-        tied: What `best` was chosen from: within the loss budget the fastest that wins enough, and what is
-            as fast as it, as far as can be told.
         compute_seconds: A step without any averaging, predicted as the others.
         least_gain: What an approximation must win at least, as a share of the baseline's step.
         budget_loss: The largest loss gap that is accepted, as a share of exact averaging's loss.
@@ -40,8 +37,6 @@ class Advice:
 
     predictions: tuple[Prediction, ...]
     baseline: Prediction
-    best: Prediction
-    tied: tuple[Prediction, ...]
     compute_seconds: float
     least_gain: float
     budget_loss: float = math.inf
@@ -49,6 +44,16 @@ class Advice:
     shards: int | None = None
     processes: int = 1
     notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Prediction:
+        """The advised algorithm: of those that `tied`, the one that loses least."""
+        return choose(self.predictions, self.least_gain, self.budget_loss, self.compute_seconds)
+
+    @property
+    def tied(self) -> list[Prediction]:
+        """Within the loss budget the fastest that wins enough, and what is as fast, as far as can be told."""
+        return contenders(self.predictions, self.least_gain, self.budget_loss, self.compute_seconds)
 
     @property
     def headline(self) -> tuple[str, str, str]:
@@ -90,10 +95,9 @@ class Advice:
         """Lines to paste by framework, in its users' names: model, optimizer, mesh, accelerator, trainer."""
         if self.adds_nothing:
             return {}
-        # Only FSDP2 alone is priced for a sharded model; native HSDP needs no Thinwire.
-        by_framework = {"FSDP2": self.best.code} if self.shards else lines_by_framework(self.best.name)
-        imported = "import thinwire\n"
-        return {name: imported * ("thinwire." in text) + text for name, text in by_framework.items()}
+        # Only FSDP2 is priced for a sharded model; native HSDP needs no Thinwire.
+        texts = {name: code_of(self.best.name, name) for name in (["FSDP2"] if self.shards else LINES)}
+        return {name: "import thinwire\n" * ("thinwire." in text) + text for name, text in texts.items()}
 
     def __str__(self) -> str:
         """Return the headline, the table, why, notes, the sources of losses, and lines to paste."""
@@ -153,10 +157,10 @@ class Advice:
         losses = {p.name: p.loss for p in self.predictions if p.is_lossy}
         if not any(loss.order <= 100 * self.budget_loss for loss in losses.values()):
             yield none_within(losses, self.budget_loss)
-        waited_ms = 1e3 * (best.step_seconds - self.compute_seconds)
-        if waited_ms > 1e3 * self.least_gain * best.step_seconds:
+        waited_seconds = best.step_seconds - self.compute_seconds
+        if waited_seconds > self.least_gain * best.step_seconds:
             less_often = "LocalSGD and DiLoCo average models less often (docs/local-sgd.md)"
-            yield f"A step still waits {waited_ms:.1f} ms for messages: {less_often}."
+            yield f"A step still waits {1e3 * waited_seconds:.1f} ms for messages: {less_often}."
 
     def _sources(self) -> list[str]:
         """Return a line for each training that losses are known from, and its gaps."""
@@ -171,7 +175,5 @@ def none_within(losses: dict[str, ExpectedLoss], budget_loss: float) -> str:
     """Return that nothing meets the budget, and the algorithm that is nearest to it."""
     known = {name: loss for name, loss in losses.items() if loss.percent is not None}
     nearest = min(known, key=lambda name: known[name].order, default=None)
-    detail = "no gap is known"
-    if nearest is not None:
-        detail = f"the nearest is {nearest} ({known[nearest].short} % loss)"
+    detail = f"the nearest is {nearest} ({known[nearest].short} % loss)" if nearest else "no gap is known"
     return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {detail}."

@@ -13,9 +13,16 @@ import torch
 
 from thinwire.adapters.attach import attach
 from thinwire.advice.advice_page import none_within
-from thinwire.advice.losses import Training, expected_losses, notes_on_losses, optimizer_name
+from thinwire.advice.losses import (
+    BASELINE,
+    EXACT,
+    Training,
+    expected_losses,
+    notes_on_losses,
+    optimizer_name,
+    priced,
+)
 from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose
-from thinwire.advice.priced import BASELINE, EXACT, priced
 from thinwire.algorithms import AllReduce
 from thinwire.checks import whole_count, whole_number
 from thinwire.comm import CALL, agree, gather_numbers
@@ -54,10 +61,10 @@ def auto(
 
     Args:
         model: As of `attach`.
-        optimizer: As of `advise`.
-        total_steps: As of `advise`; Lightning and the Trainer tell it.
-        budget_loss: As of `advise`.
-        least_gain: As of `advise`.
+        optimizer: As of `advise`, as are the next three.
+        total_steps: Lightning and the Trainer tell it.
+        budget_loss: The largest loss gap that is accepted.
+        least_gain: What an approximation must win.
         probe_steps: Timed steps with each algorithm; two more come before them.
         every_steps: From one look at the link to the next; None for a single choice.
         settings: All else that `attach` takes.
@@ -70,12 +77,10 @@ def auto(
     name = optimizer_name(optimizer)
     if total_steps is not None:
         total_steps = whole_count("total_steps", total_steps, minimum=1)
-    rules = Rules(
-        checked_budget(budget_loss),
-        checked_gain(least_gain),
-        whole_number("probe_steps", probe_steps, minimum=2),  # there are no quartiles of one
-        None if every_steps is None else whole_count("every_steps", every_steps, minimum=2),
-    )
+    if every_steps is not None:
+        every_steps = whole_count("every_steps", every_steps, minimum=2)
+    probe_steps = whole_number("probe_steps", probe_steps, minimum=2)  # there are no quartiles of one
+    rules = Rules(checked_budget(budget_loss), checked_gain(least_gain), probe_steps, every_steps)
     sync = attach(model, AllReduce(), **settings)
     training = Training.of(model, name, engine_of(sync).inter_node.size, total_steps)
     return Auto(sync, training, rules, list(notes_on_losses(optimizer, total_steps)))
@@ -123,7 +128,7 @@ class Auto:
         # All must make the same steps with the same algorithms, or they would wait for each other forever.
         described = {name: str(value) for name, value in rules._asdict().items()}
         described |= {CALL: "auto()", "optimizer": str(training.optimizer), "candidates": "; ".join(names)}
-        described["total_steps"] = str(training.steps)
+        described |= {"total_steps": str(training.steps)}
         for group in self._groups:
             agree(group, described, "auto()")
         self._course, self._last = self._follow(), clock()
@@ -184,17 +189,11 @@ class Auto:
             everyone = gather_numbers(numbers, group, "auto: what the processes have measured")
             numbers = [max(column) for column in zip(*everyone, strict=True)]
         low_seconds, step_seconds, high_seconds = numbers
-        return Prediction(
-            name,
-            f"thinwire.attach(model, thinwire.{name})",
-            step_seconds,
-            low_seconds,
-            high_seconds,
-            sent_bytes=(traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before),
-            memory_bytes=self._engine.state.memory_bytes(),
-            is_lossy=not self._candidates[name].keeps_16_bits,
-            loss=self._losses[name],
-        )
+        sent_bytes = (traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
+        memory_bytes, is_lossy = self._engine.state.memory_bytes(), not self._candidates[name].keeps_16_bits
+        times, kept = (step_seconds, low_seconds, high_seconds), (sent_bytes, memory_bytes)
+        code = f"thinwire.attach(model, thinwire.{name})"
+        return Prediction(name, code, *times, *kept, is_lossy, loss=self._losses[name])
 
     def _after_step(self, committed: bool) -> None:
         seconds = self._clock() - self._last

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,13 @@ from torch import nn
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded
 from thinwire.advice.advice_page import Advice
 from thinwire.advice.losses import Training, notes_on_losses, notes_on_size, optimizer_name
-from thinwire.advice.notes import notes_on_link, notes_on_saving, notes_on_spread
-from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose, contenders
+from thinwire.advice.prediction import checked_budget, checked_gain
 from thinwire.advice.step_benchmark import DDPSubject, OneStep, PricedSteps, StepBenchmark
 from thinwire.advice.timeline import Stopwatch
 from thinwire.checks import number, whole_count
 from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import AttachError, ConfigError
+from thinwire.launch import group_of_one
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.probe.measured_link import MeasuredLink
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ROUND_TRIPS_MS = (0, 5, 20, 80)
+MIN_SPREAD = 0.2  # below, it hardly shows in what is measured
 SHARDED = "thinwire.advice.sharded_subject"  # it knows of DTensors, which take seconds to import
 
 
@@ -58,6 +60,11 @@ def advise(
     sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
     together, share the link of the one process that was probed, and are compared with native HSDP in bf16.
 
+    Call it on every process of the default process group (of a sharded model: of one replica), or with a
+    probe in a process alone, which needs no group; the result is the same on all. A module that communicates
+    by itself (SyncBatchNorm) must do so in every process alike. It takes the memory of a copy of the model
+    (or of this process's shards), its gradients, and what the algorithm whose turn it is keeps.
+
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
             `attach` takes it: it is trained itself, and put back as it was.
@@ -78,18 +85,10 @@ def advise(
             those count that were not longer; with None, the shortest.
         progress: Gets what is being measured, in words.
 
-    Call it on every process of the default process group, or in a group of one (of a sharded model: of one
-    replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do so
-    in every process alike.
-
-    Cost: a copy of the model (or of this process's shards) and its gradients, and what the algorithm whose
-    turn it is keeps between steps, while it runs.
-
     Raises:
         ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
             devices, the probe does not know the link's rate, or an argument is out of range.
-        AttachError: There is no process group; or the model is all frozen; or `attach` does not take the
-            sharded model.
+        AttachError: The model is all frozen; or `attach` does not take the sharded model.
         GradientError: Gradients are sparse.
     """
     name = optimizer_name(optimizer)
@@ -98,57 +97,25 @@ def advise(
         total_steps = whole_count("total_steps", total_steps, minimum=1)
     if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
         raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
+    if not isinstance(probe, Probe | None):
+        raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
     module, device = _trainable(model)
-    link, transport = _link_between_replicas(module, probe, replicas), ProcessGroupTransport()
-    training = Training.of(module, name, link.members, total_steps)
     with ExitStack() as entered:
-        stopwatch = Stopwatch(link.members, device)
+        if not dist.is_initialized():
+            entered.enter_context(group_of_one())
+        link, transport = _link_between_replicas(module, probe, replicas), ProcessGroupTransport()
+        training, stopwatch = (
+            Training.of(module, name, link.members, total_steps),
+            Stopwatch(link.members, device),
+        )
         kind = import_module(SHARDED).ShardedSubject if is_fsdp2(module) else DDPSubject
         subject = kind(module, stopwatch.transport, entered)
         benchmark = StepBenchmark(subject, one_step, stopwatch, training, transport)
         benchmark.run(budget_seconds, progress)
-    trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-    inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
-    notes = notes_on_losses(optimizer, total_steps), notes_on_link(link, transport.size, device)
-    return advice_from(benchmark, link, inside_seconds, (least_gain, budget_loss), notes)
-
-
-def advice_from(
-    steps: PricedSteps,
-    link: MeasuredLink,
-    inside_seconds: float,
-    limits: tuple[float, float],
-    notes: tuple[Iterable[str], Iterable[str]],
-) -> Advice:
-    """Return what follows from timed or planned steps on a link. Collective.
-
-    `limits` are `least_gain` and `budget_loss`, checked; `inside_seconds` are for averaging in a machine;
-    `notes` are on losses, and on the link.
-    """
-    ranked, num_processes = _ranked(steps, link, inside_seconds), link.members * link.processes
-    compute_seconds, low_seconds, high_seconds = steps.compute_seconds(num_processes)
-    least_gain, budget_loss = limits
-    rules = ranked, least_gain, budget_loss, compute_seconds
-    best = choose(*rules)
-    return Advice(
-        predictions=tuple(ranked),
-        baseline=next(prediction for prediction in ranked if prediction.name == steps.baseline),
-        best=best,
-        tied=tuple(contenders(*rules)),
-        compute_seconds=compute_seconds,
-        least_gain=least_gain,
-        budget_loss=budget_loss,
-        optimizer=steps.training.optimizer,
-        shards=steps.shards,
-        processes=link.processes,
-        notes=(
-            *notes[0],
-            *notes_on_size(steps.training),
-            *notes_on_saving(best, link),
-            *notes_on_spread(low_seconds, high_seconds),
-            *notes[1],
-        ),
-    )
+        trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+        inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
+        notes = notes_on_losses(optimizer, total_steps), notes_on_link(link, transport.size, device)
+        return advice_from(benchmark, link, inside_seconds, (least_gain, budget_loss), notes)
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
@@ -177,8 +144,6 @@ def _link_between_replicas(
     module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None
 ) -> MeasuredLink:
     """Return the link between the replicas, probed now if there is no probe, which is collective."""
-    if not isinstance(probe, Probe | None):
-        raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
     if is_fsdp2(module):
         sharded = import_module(SHARDED)
         probe = probe or sharded.probed_between_replicas(module, replicas)
@@ -188,15 +153,75 @@ def _link_between_replicas(
     return MeasuredLink.of(probe or measure_network())
 
 
-def _ranked(steps: PricedSteps, link: MeasuredLink, inside_seconds: float) -> list[Prediction]:
-    """Return the predictions for the link, and for other round trips on it; the fastest first."""
+def advice_from(
+    steps: PricedSteps,
+    link: MeasuredLink,
+    inside_seconds: float,
+    limits: tuple[float, float],
+    notes: tuple[Iterable[str], Iterable[str]],
+) -> Advice:
+    """Return what follows from timed or planned steps on a link. Collective.
+
+    `limits` are `least_gain` and `budget_loss`, checked; `inside_seconds` are for averaging in a machine;
+    `notes` are on losses, and on the link.
+    """
     predictions = steps.predictions(link.transfer, inside_seconds)
     seconds_at: dict[str, dict[int, float]] = {prediction.name: {} for prediction in predictions}
     for ms in ROUND_TRIPS_MS if link.counts_round_trips else ():
         network = partial(link.transfer, round_trip_seconds=ms / 1e3)
         for prediction in steps.predictions(network, inside_seconds):
             seconds_at[prediction.name][ms] = prediction.step_seconds
-    return [
-        replace(prediction, seconds_at=seconds_at[prediction.name])
-        for prediction in sorted(predictions, key=lambda prediction: prediction.step_seconds)
-    ]
+    predictions = [replace(prediction, seconds_at=seconds_at[prediction.name]) for prediction in predictions]
+    compute_seconds, low_seconds, high_seconds = steps.compute_seconds(link.members * link.processes)
+    least_gain, budget_loss = limits
+    advice = Advice(
+        predictions=tuple(sorted(predictions, key=lambda prediction: prediction.step_seconds)),
+        baseline=next(prediction for prediction in predictions if prediction.name == steps.baseline),
+        compute_seconds=compute_seconds,
+        least_gain=least_gain,
+        budget_loss=budget_loss,
+        optimizer=steps.training.optimizer,
+        shards=steps.shards,
+        processes=link.processes,
+    )
+    told = [*notes[0], *notes_on_size(steps.training)]
+    best = advice.best
+    if best.residual_bytes:
+        residual = f"the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB"
+        seconds = f"about {link.transfer('all_reduce', best.residual_bytes).seconds:.2g} s each time"
+        told.append(f"Saving (state_dict) averages {residual}, over the link: {seconds}.")
+    if high_seconds > (1 + MIN_SPREAD) * low_seconds:
+        spread = f"{1e3 * low_seconds:.1f} to {1e3 * high_seconds:.1f} ms"
+        told.append(
+            f"Half of the steps without averaging took {spread}: on a quiet machine predictions are surer."
+        )
+    return replace(advice, notes=(*told, *notes[1]))
+
+
+def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) -> Iterator[str]:
+    """Yield how the probe differs from this job, and what is assumed of machines of several processes."""
+    probe, predicted_processes = link.probe, link.members * link.shards * link.processes
+    if link.processes > 1:
+        yield (
+            f"Predicted for {link.members} machines of {link.processes} processes, which average inside of a "
+            "machine first, as if nothing hid that (docs/machines.md): bytes are those that leave a machine."
+        )
+    if link.shards > 1:
+        shared = f"the {link.shards} of a replica share one link"
+        yield f"Predicted for {link.members} replicas of {link.shards} shards; {shared} to the others."
+    # One replica alone may ask about any network.
+    if num_processes not in (link.shards, predicted_processes):
+        sizes = f"of {probe.world_size} processes, this job has {num_processes}"
+        yield f"The probe is {sizes}: predictions are for {predicted_processes}."
+    if probe.device != device.type:
+        yield f"The probe is of messages on {probe.device}; steps were timed on {device.type}."
+    hosts, here = list(dict.fromkeys(probe.hosts)), gethostname()
+    if hosts and here not in hosts:
+        few = ", ".join(hosts[:4]) + (", …" if len(hosts) > 4 else "")
+        yield f"The probe is of other machines ({few}): their links, and the arithmetic of this one, {here}."
+    # A network that this very job has just probed is no surprise.
+    if len(hosts) == 1 and num_processes != probe.world_size:
+        here_alone = f"All processes of the probe ran on one machine, {hosts[0]}"
+        yield f"{here_alone}; for a training on several, probe between those."
+    if probe.doubt:
+        yield f"The probe is doubtful: {probe.doubt}."

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import nn
 
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.forecast import advice_from
+from thinwire.advice.forecast import advice_from, notes_on_link
 from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
-from thinwire.advice.notes import notes_on_link
 from thinwire.advice.prediction import checked_budget
 from thinwire.advice.step_benchmark import PricedSteps, TimedSteps
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.algorithms import Algorithm, BucketPlan, Quantize, TopK
-from thinwire.checks import whole_count, whole_number
+from thinwire.checks import whole_count
 from thinwire.comm import Collective, InProcessTransport
 from thinwire.plan import ParameterSpec
-from thinwire.probe import Probe, Timing
-from thinwire.probe.link_timings import ring_share
-from thinwire.probe.measured_link import MeasuredLink, Transfer
+from thinwire.probe.measured_link import MeasuredLink
 
 # Arithmetic adds this to a step on one H100, in seconds for each element: the larger of what whole steps of
 # 163 M parameters took longer, and of the device's own time for 124 M; what was not timed takes what the next
@@ -82,11 +79,11 @@ def advise_by_size(
     # No step was timed, so it does not matter on which machines the probe was.
     unnamed = replace(link, probe=replace(link.probe, hosts=[]))
     notes_on_size_alone = (
-        f"Predicted for a transformer of typical shapes, gradients in fp32, in DDP's buckets of 25 MB; its "
-        f"arithmetic is that of {ARITHMETIC_SOURCE}. On CPUs compression takes many times as long.",
+        "Predicted for a transformer of typical shapes, gradients in fp32, in DDP's buckets of 25 MB, "
+        f"and the arithmetic of {ARITHMETIC_SOURCE}. On CPUs compression takes many times as long.",
         *notes_on_link(unnamed, 1, torch.device(link.probe.device)),
         *(["Averaging inside of a machine is taken to cost nothing."] if is_free_inside else []),
-        "With --probe, --model and --step the same table is measured.",
+        "thinwire.advise(model, one_step, probe) makes the same table from timed steps of your own model.",
     )
     notes = notes_on_losses(optimizer, total_steps), notes_on_size_alone
     return advice_from(steps, link, inside_seconds, (LEAST_GAIN, checked_budget(budget_loss)), notes)
@@ -191,31 +188,3 @@ def in_turn(plans: Sequence[BucketPlan], ready: Sequence[float]) -> Iterator[Pla
         yield ready[index], round_bytes(plan, 0), waits[index], 0
         # It is waited for with the first message that is sent after it.
         yield waits[index] + MOMENT, round_bytes(plan, 1), waits[index + 2], 1
-
-
-@dataclass(frozen=True)
-class StatedLink(MeasuredLink):
-    """A link of which the rate and the round trip are told, and nothing was measured."""
-
-    @classmethod
-    def of_rate(
-        cls, bits_per_second: float, round_trip_seconds: float, machines: int, processes: int = 1
-    ) -> StatedLink:
-        """Return the link between machines of some processes; inside of a machine averaging takes no time."""
-        machines = whole_number("machines", machines, minimum=2)
-        processes = whole_number("gpus", processes, minimum=1)
-        # Any two sizes tell the rate, and a message of nothing takes half a round trip.
-        per_byte = 8 * ring_share(machines) / bits_per_second
-        timings = [Timing(4 + size, [round_trip_seconds / 2 + size * per_byte]) for size in (0, 1 << 24)]
-        probe = Probe(machines, "gloo", "cpu", timings, [], [list(range(machines))])
-        return cls(probe, machines, processes=processes)
-
-    def transfer(
-        self, collective: Collective, handed_bytes: int, *, round_trip_seconds: float | None = None
-    ) -> Transfer:
-        if round_trip_seconds is None:
-            round_trip_seconds = 2 * self.probe.latency_seconds
-        busy_seconds = self.wire_bytes(collective, handed_bytes) / self.probe.known_rate()
-        return Transfer(
-            busy_seconds, self._waiting(collective, handed_bytes, self.members, round_trip_seconds)
-        )

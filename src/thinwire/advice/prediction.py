@@ -1,4 +1,4 @@
-"""Predictions, and the one rule by which `thinwire.advise` and `thinwire.auto` choose among them."""
+"""Predictions, the one rule by which `advise` and `auto` choose one, and the lines of code that use it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,29 @@ from thinwire.errors import ConfigError
 
 MAX_BUDGET_LOSS = 0.2  # more was probably meant in percent
 MAX_SLOWDOWN = 1.1  # of what ties with the fastest
+# It sends what `Cast("bf16")` sends, at the same moments, and needs no Thinwire.
+NATIVE = "native HSDP in bf16"
+NATIVE_LINES = (
+    "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
+    "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+)
+# It replaces the parameters: an optimizer that was made before would train what is no longer there.
+SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, of the shards\n'
+# By framework, in its users' names.
+LINES = {
+    "DDP": "thinwire.attach(ddp_model, {})",
+    "FSDP2": SHARDING + 'thinwire.attach(model, {}, replicas=mesh["replicate"])',
+    "Accelerate": "model, optimizer = accelerator.prepare(model, optimizer)\nthinwire.attach(model, {})",
+    "Lightning": "from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy\n"
+    "trainer = Trainer(strategy=ThinwireStrategy({}), callbacks=[ThinwireCallback()])",
+    "Trainer": "from thinwire.integrations.transformers import attach\n"
+    "thinwire_callback = attach(trainer, {})",
+}
+
+
+def code_of(name: str, framework: str = "DDP") -> str:
+    """Return the lines that use an algorithm."""
+    return NATIVE_LINES if name == NATIVE else LINES[framework].format(f"thinwire.{name}")
 
 
 @dataclass(frozen=True)
@@ -82,18 +105,13 @@ def choose(
     budget_loss: float = math.inf,
     compute_seconds: float = 0.0,
 ) -> Prediction:
-    """Choose an algorithm by the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
+    """Return the contender that loses least; of equal losses the one that sends the most bits."""
 
-    Of the contenders, take the one that loses least; of equal losses the one that sends the most bits.
-    """
-    return min(
-        contenders(predictions, least_gain, budget_loss, compute_seconds),
-        key=lambda prediction: (
-            prediction.is_lossy and prediction.loss.order,
-            not prediction.is_exact,
-            -prediction.sent_bytes,
-        ),
-    )
+    def order(prediction: Prediction) -> tuple[float, bool, float]:
+        loss = prediction.loss.order if prediction.is_lossy else 0.0
+        return loss, not prediction.is_exact, -prediction.sent_bytes
+
+    return min(contenders(predictions, least_gain, budget_loss, compute_seconds), key=order)
 
 
 def contenders(
@@ -111,7 +129,7 @@ def contenders(
     exact = [prediction for prediction in predictions if prediction.is_exact]
     if exact and compute_seconds > (1 - least_gain) * exact[0].step_seconds:
         return exact
-    careful = tied([prediction for prediction in predictions if not prediction.is_lossy], least_gain)
+    careful = _tied([prediction for prediction in predictions if not prediction.is_lossy], least_gain)
     max_seconds = (1 - least_gain) * careful[0].step_seconds
     rough = [
         prediction
@@ -121,10 +139,10 @@ def contenders(
         and prediction.high_seconds < careful[0].low_seconds
         and prediction.is_within(budget_loss)
     ]
-    return tied(rough, least_gain) if rough else careful
+    return _tied(rough, least_gain) if rough else careful
 
 
-def tied(predictions: Sequence[Prediction], least_gain: float) -> list[Prediction]:
+def _tied(predictions: Sequence[Prediction], least_gain: float) -> list[Prediction]:
     """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure.
 
     None of them takes more than a tenth longer.

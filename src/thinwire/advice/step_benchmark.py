@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import DDPAdapter, adapter_of, switched
-from thinwire.advice.losses import Training, expected_losses
-from thinwire.advice.prediction import Prediction
-from thinwire.advice.priced import BASELINE, NATIVE, code_of, priced
+from thinwire.advice.losses import BASELINE, Training, expected_losses, priced
+from thinwire.advice.prediction import NATIVE, Prediction, code_of
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Transport, gather_numbers, own_subgroup
@@ -110,7 +109,7 @@ class PricedSteps:
             last = timed.timelines[-1]
             prediction = Prediction(
                 name,
-                code_of(name, is_sharded=shards is not None),
+                code_of(name, "FSDP2" if shards else "DDP"),
                 step_seconds=next(means),
                 low_seconds=next(means),
                 high_seconds=next(means),

@@ -24,7 +24,7 @@ from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.coded import CODEBOOKS, block_bytes
+from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
 from thinwire.tensors.rounding import CounterRNG, RandomBits
 
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
@@ -253,6 +253,21 @@ class QuantizePlan(BucketPlan):
             self._kernels.update(served=served, kernels=dispatch.code_kernels_for(values))
         kernels: CodeKernels = self._kernels["kernels"]
         return kernels
+
+    def squared_norm(self, sent: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the sum of squares of the means that a member has coded, as all will decode them.
+
+        Args:
+            sent: What it gathers with the others (second round), uint8.
+            rank: The member's.
+        """
+        # All others' blocks have scale 0, which makes any code a zero.
+        alone = sent.new_zeros(self.blocks.num_members, len(sent))
+        alone[rank] = sent
+        decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)
+        coded = Coded.arrived(alone, self.blocks.share)
+        self._code_kernels(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
+        return decoded.square().sum(dtype=torch.float64)
 
     @cached_property
     def _rng(self) -> CounterRNG:

@@ -15,7 +15,12 @@ from thinwire.preload.settings import Options
 
 
 def attach(
-    command: list[str] = typer.Argument(metavar="-- COMMAND…", help="Any training command, unchanged."),
+    command: list[str] = typer.Argument(
+        default_factory=list,
+        metavar="-- COMMAND…",
+        help="Any training command, unchanged.",
+        show_default=False,
+    ),
     *,
     bits: int | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
     algorithm: str | None = typer.Option(
@@ -31,11 +36,7 @@ def attach(
         help="Keep what the algorithm remembers here: read at the start, written at the end and on SIGTERM.",
         show_default=False,
     ),
-    strict: bool = typer.Option(
-        False,
-        "--strict",
-        help="End the training if a model can't be attached.",
-    ),
+    strict: bool = typer.Option(False, "--strict", help="End the training if a model can't be attached."),
 ) -> None:
     """Run a training command with small messages: every DDP model that it builds is attached.
 
@@ -48,18 +49,27 @@ def attach(
 
     Example: `thinwire attach --bits 4 -- torchrun --nproc-per-node 2 train.py --epochs 1`
     """
-    if sys.argv[-len(command) - 1] != "--":
-        raise ConfigError("no -- before the command; write thinwire attach --bits 4 -- torchrun … train.py …")
-    chosen = [option for option in (bits, algorithm, auto or None) if option is not None]
-    if len(chosen) > 1:
+    if not command or sys.argv[-len(command) - 1] != "--":
+        missing = "-- before the command" if command else "command after --"
+        raise ConfigError(f"no {missing}; write thinwire attach --bits 4 -- torchrun … train.py …")
+    if (bits is not None) + (algorithm is not None) + auto > 1:
         raise ConfigError("expected one of --bits, --algorithm and --auto, got several; leave the others out")
-    text = algorithm or ("auto()" if auto else f"Quantize(bits={4 if bits is None else bits})")
+    if algorithm is None:
+        algorithm = "auto()" if auto else f"Quantize(bits={4 if bits is None else bits})"
     # Processes may change their folder before they read these.
     records, folder = (None if path is None else str(path.resolve()) for path in (watch, checkpoint))
-    options = Options(text, records, folder, strict)
+    options = Options(algorithm, records, folder, strict)
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError(f"there is no command {command[0]!r}; nothing was started")
+    for option, needed in (("--watch", watch and watch.parent), ("--checkpoint", checkpoint)):
+        try:
+            if needed is not None:
+                needed.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{option}: {needed} can't be made ({error.strerror}); nothing was started"
+            ) from error
     environment = os.environ | options.environment()
     _check_installed(program, environment)
     os.execve(program, command, environment)

@@ -39,8 +39,8 @@ def check(
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
     Start it on every process, as you start the training; or, on one machine without a job, with
-    `--processes`. The first time on a machine it may take a minute longer, because kernels are compiled. With
-    `--device` it needs no job and takes some minutes; it says what failed, and which kernels serve. The exit
+    `--processes`. The first time on a machine it may take a minute longer, because kernels are compiled.
+    `--device` needs no job and takes some minutes; it also prints which kernels serve the device. The exit
     code is 1 if something does not work.
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire check`

@@ -1,22 +1,17 @@
-"""Functions that commands share: join a job, show work of more than some seconds, write a file at the end."""
+"""Functions that commands share: start and join a job, look before the work at what is written after it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import typer
-from rich.console import Console
-from torch._C._distributed_c10d import HashStore
 
 from thinwire.checks import processes_here
 from thinwire.errors import ConfigError
@@ -25,7 +20,6 @@ from thinwire.launch import (
     is_in_local_job,
     join_group,
     leave_group,
-    loopback_interface,
     python_module,
 )
 
@@ -40,16 +34,18 @@ BACKEND = typer.Option(
 )
 
 
-def run_here(processes: int | None, option: str = "--processes") -> None:
+def run_here(processes: int | None) -> None:
     """Run this command in this many processes of this machine.
 
     Exits as they do. Returns at once in one of them, and if None is asked for.
     """
     if processes is None or is_in_local_job():
         return
-    processes_here(option.removeprefix("--"), processes, minimum=1)
+    processes_here("processes", processes, minimum=1)
     if "RANK" in os.environ:
-        raise ConfigError(f"{option} starts a job, but this is a process of one (RANK is set): leave it out")
+        raise ConfigError(
+            "--processes starts a job, but this is a process of one (RANK is set): leave it out"
+        )
     job = LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes)
     exit_if_stopped(job.run())
     sys.exit(job.exit_code)
@@ -58,9 +54,8 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
 def exit_if_stopped(received: int | None) -> None:
     """Say so and exit, as a shell tells it, if a signal has ended the processes."""
     if received is not None:
-        name = signal.Signals(received).name
-        again = "every process has ended, the same command begins again"
-        print(f"thinwire: stopped by {name}; {again}", file=sys.stderr)
+        stopped = f"thinwire: stopped by {signal.Signals(received).name}; every process has ended"
+        print(f"{stopped}, the same command begins again", file=sys.stderr)
         sys.exit(128 + received)
 
 
@@ -73,10 +68,10 @@ def joined_job(
     With the backend None, it is NCCL if there is a GPU, else Gloo.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        start = f"such as torchrun --nproc-per-node 2 --no-python thinwire {command}"
-        here = "or on this machine alone, with --processes 2"
+        start = f"torchrun --nproc-per-node 2 --no-python thinwire {command}"
         raise ConfigError(
-            f"{command} runs on the processes of a job: start it on all of them, {start}; {here}"
+            f"{command} runs on the processes of a job: start it on all of them, such as {start}; or on this "
+            "machine alone, with --processes 2"
         )
     device = torch.device("cpu")
     try:
@@ -94,27 +89,13 @@ def joined_job(
         leave_group()
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Make a default process group of this process only, which listens on the loopback interface only."""
-    # Gloo would otherwise listen on the address of this machine's name, which others may reach.
-    with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
-        # A store in memory: alone, no one has to be met, and no port is opened.
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            leave_group()
-
-
 def check_output(option: str, path: Path | None) -> None:
     """Refuse, before the work, a file that can't be written after it; `option` named it, such as "--save"."""
-    if path is not None and path.is_dir():
-        raise ConfigError(f"{option} {path} can't be written: it is a folder; give a file")
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(
-            f"{option} {path} can't be written: there is no folder {path.parent}; make it first"
-        )
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        why = "it is a folder; give a file"
+        if not path.is_dir():
+            why = f"there is no folder {path.parent}; make it first"
+        raise ConfigError(f"{option} {path} can't be written: {why}")
 
 
 def tell_without_numba() -> None:
@@ -125,21 +106,3 @@ def tell_without_numba() -> None:
             "pip install '.[numba]' in a clone of Thinwire",
             file=sys.stderr,
         )
-
-
-@contextmanager
-def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured, and the time left."""
-    deadline = time.monotonic() + budget_seconds
-
-    def show(doing: str) -> None:
-        left_seconds = deadline - time.monotonic()
-        # A few steps of a large model take longer than any budget.
-        left = f"about {left_seconds:.0f} s left" if left_seconds > 0 else "longer than was asked for"
-        status.update(f"{doing}; {left}")
-
-    begin = f"measuring, about {budget_seconds:.0f} s …"
-    if not console.is_terminal:
-        console.print(f"thinwire: {begin}", soft_wrap=True, highlight=False)
-    with console.status(begin) as status:
-        yield show

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from statistics import fmean, median
 
 import typer
 from rich.console import Console
@@ -15,22 +11,12 @@ from rich.table import Table
 from thinwire.cli.common import exit_if_stopped, tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
-from thinwire.demo.train import ALGORITHMS, LINES, DemoOptions
-from thinwire.elastic_job import ElasticJob
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.demo.train import ALGORITHMS, DemoOptions
+from thinwire.errors import ThinwireError
 from thinwire.launch import LocalJob
-from thinwire.local_sgd.groups.torchft_client import torchft_module
-from thinwire.plan import compression_ratio
-from thinwire.probe.link_timings import ring_share
-from thinwire.watch import Run, read_run
+from thinwire.watch import read_run
 
-ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 NAMES, USUAL_NAMES = ", ".join(ALGORITHMS), ", ".join(DemoOptions.algorithms)
-LINKS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-FOOTNOTE = (
-    "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "
-    "ring all-reduce of N processes sends; without overlap, latency ignored."
-)
 
 
 class JobError(ThinwireError, RuntimeError):
@@ -39,14 +25,7 @@ class JobError(ThinwireError, RuntimeError):
 
 def demo(
     *,
-    elastic: bool = typer.Option(
-        False, "--elastic", help="Show members that come and go, with DiLoCo: one is killed, and one joins."
-    ),
-    processes: int | None = typer.Option(
-        None,
-        help="Training processes on this machine.",
-        show_default=f"{DemoOptions.processes}; with --elastic, {ELASTIC_MEMBERS}",
-    ),
+    processes: int = typer.Option(DemoOptions.processes, help="Training processes on this machine."),
     steps: int = typer.Option(DemoOptions.steps, help="Training steps of each algorithm."),
     algorithm: list[str] | None = typer.Option(
         None,
@@ -57,11 +36,10 @@ def demo(
     matrix_rank: int = typer.Option(
         DemoOptions.matrix_rank, help="Matrix rank of PowerSGD: a higher one sends more bytes, more exactly."
     ),
-    model_size: str | None = typer.Option(
-        None,
+    model_size: str = typer.Option(
+        DemoOptions.model_size,
         metavar="NAME",
         help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
-        show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
     ),
     seed: int = typer.Option(DemoOptions.seed, help="Seed of the initial model and the batches."),
     output: Path = typer.Option(
@@ -74,33 +52,24 @@ def demo(
     machine and exchange gradients with Gloo over its loopback interface. At the end, a page of HTML compares
     them.
 
-    With `--elastic`, members train with DiLoCo instead; one is killed and one joins while you look, and the
-    others go on.
-
     Example: `thinwire demo --steps 100 --algorithm exact --algorithm powersgd`
     """
-    if elastic and algorithm:
-        raise ConfigError("--elastic trains with DiLoCo in 4 bits; leave --algorithm out")
-    if elastic:
-        torchft_module("torchft")  # before anything is announced that would not come
     # Checks everything, before anything starts.
-    usual_processes = ELASTIC_MEMBERS if elastic else DemoOptions.processes
     options = DemoOptions(
-        processes=usual_processes if processes is None else processes,
+        processes=processes,
         steps=steps,
         algorithms=algorithm or DemoOptions.algorithms,
         matrix_rank=matrix_rank,
-        model_size=model_size or (ELASTIC_SIZE if elastic else DemoOptions.model_size),
+        model_size=model_size,
         seed=seed,
         output=output,
     )
     output.mkdir(parents=True, exist_ok=True)
-    console = Console(highlight=False)
-    paths = (run_elastic if elastic else run_algorithms)(options, console)
-    page = output / "report.html"
+    console = Console(highlight=False, soft_wrap=True)
+    paths = run_algorithms(options, console)
     # From the files, as the user can do again with other runs beside them.
-    write_report(paths, page)
-    console.print(f"Compared at length: {page}", soft_wrap=True)
+    write_report(paths, page := output / "report.html")
+    console.print(f"Compared at length: {page}")
     tell_without_numba()
 
 
@@ -114,116 +83,20 @@ def run_algorithms(options: DemoOptions, console: Console) -> list[Path]:
     # Before processes start, which takes seconds.
     console.print(
         f"Training a byte-level GPT of {parameters / 1e6:.1f} M parameters on Python's standard library: "
-        f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}.",
-        soft_wrap=True,
+        f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}."
     )
     with log_path.open("wb") as log:
         job = LocalJob(options.command(), options.processes, errors=log)
-        received = job.run()
-    exit_if_stopped(received)
+        exit_if_stopped(job.run())
     if job.failure is not None:
         raise JobError(f"the training job failed: {job.failure}; see {log_path}")
-    console.print(summary_table(list(map(read_run, paths))))
-    console.print(FOOTNOTE, f"Every step is a line of {options.output}/*.jsonl", sep="\n", soft_wrap=True)
-    return paths
+    from thinwire.watch.report import summary  # noqa: PLC0415 - slow to import
 
-
-def summary_table(runs: Sequence[Run]) -> Table:
-    """Return a table with a column for each algorithm and a row for each figure."""
-    table = Table(title="The same training, once per algorithm")
-    table.add_column("per step of process 0")
-    for run in runs:
-        table.add_column(run.name, justify="right")
-    columns = [figures(run) for run in runs]
-    for label in columns[0]:
+    table = Table("", title="The same training, once per algorithm")
+    columns = [summary(read_run(path), ["heldout_loss"]) for path in paths]
+    for column in columns:
+        table.add_column(column["run"], justify="right")
+    for label in list(columns[0])[2:]:
         table.add_row(label, *(column[label] for column in columns))
-    return table
-
-
-def figures(run: Run) -> dict[str, str]:
-    """Return the figures of one algorithm, by name: medians over the steps of process 0, and mean bytes."""
-    heldout = run.points("heldout_loss")
-    # The median of the differences: medians of two numbers do not subtract to the median of their difference.
-    working = median(step["step_seconds"] - step["waiting_seconds"] for step in run.steps)
-    # The mean: some algorithms send much in one step of several, and links carry the sum.
-    message_bytes = fmean(step["message_bytes"] for step in run.steps)
-    ratio = compression_ratio(fmean(step["gradient_bytes"] for step in run.steps), message_bytes)
-    wire_bits = 8 * message_bytes * ring_share(run.processes)
-    return {
-        "held-out loss, nats/byte": f"{heldout[-1].value:.3f}" if heldout else "not finite",
-        "ms (median)": f"{1e3 * median(step['step_seconds'] for step in run.steps):.1f}",
-        "ms waiting (median)": f"{1e3 * median(step['waiting_seconds'] for step in run.steps):.1f}",
-        "MB sent": f"{message_bytes / 1e6:.3f}",
-        "compression ratio": f"{ratio:.1f}",
-        **{f"ms at {link} *": f"{1e3 * (working + wire_bits / rate):.1f}" for link, rate in LINKS.items()},
-    }
-
-
-def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
-    """Train with DiLoCo; kill one of all members after a quarter of the steps, and let a new one join.
-
-    Returns:
-        The records of the members, in the order in which they were started.
-    """
-    output, members = Path(options.output), options.processes
-    log_path, say = output / "members.log", partial(console.print, soft_wrap=True)
-    for path in [options.may_join, *output.glob("member-*.jsonl")]:
-        path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
-    training = f"{members} members train a byte-level GPT with DiLoCo, {options.steps} steps"
-    say(f"{training}; one will be killed, and one will join.")
-    with log_path.open("wb") as log:
-        # No one is started again, and those who are left go on: the scene says when the last one joins.
-        job = ElasticJob(options.command(), members + 1, min_members=members - 1, max_restarts=0, out=log)
-        received = job.run(scene(options, job, say))
-    exit_if_stopped(received)
-    if job.exit_code:
-        raise JobError(f"too few members came to the end; see {log_path}")
-    runs = [read_run(path) for path in sorted(output.glob("member-*.jsonl"))]
-    checksums = [point.value for run in runs for point in run.points("checksum")]
-    if len(set(checksums)) != 1:
-        ended = f"all members must end with one model, and have ended with {len(set(checksums))}"
-        raise JobError(f"{ended}; see {log_path}")
-    say(f"in the end {len(checksums)} members hold one model, the same to the bit")
-    # None of one that came too late to take part.
-    return [run.path for run in runs if run.points("loss")]
-
-
-def scene(options: DemoOptions, job: ElasticJob, say: Callable[[str], None]) -> Callable[[], None]:
-    """Return what is to be called again and again: it reads the first member's records, and acts on them.
-
-    One member is killed, and when the others have averaged without it, the last one may join.
-    """
-    killed, joining = options.processes - 1, options.processes
-    now = {"step": 0.0, "members": 0.0, "losses": 0.0, "joins": 0.0}
-    acts, num_read, joins_before = ["kill", "let join", "greet"], 0, 0.0
-
-    def look() -> None:
-        nonlocal num_read, joins_before
-        path = options.record_path(0)
-        logs = read_run(path).logs if path.exists() and path.stat().st_size else []
-        for log in logs[num_read:]:
-            now.update(log)
-            if "heldout_loss" in log:
-                say(f"held-out loss {log['heldout_loss']:.3f} nats/byte")
-                if acts:
-                    job.processes[joining].send(signal.SIGKILL)  # it would wait for others that do not come
-            elif "loss" in log and log["step"] % max(1, options.steps // LINES) == 0:
-                members = f"{now['members']:.0f} members"
-                say(f"step {log['step']}/{options.steps}, {members}: loss {log['loss']:.3f}")
-        num_read = len(logs)
-        step, act = f"step {now['step']:.0f}", acts[0] if acts else ""
-        if act == "kill" and now["step"] >= options.steps // 4 and now["members"] == options.processes:
-            job.processes[killed].send(signal.SIGKILL)
-            say(f"{step}: member {killed} is killed (SIGKILL)")
-        elif act == "let join" and now["losses"]:
-            joins_before = now["joins"]  # those of the beginning may find each other one by one
-            options.may_join.touch()
-            say(f"{step}: the other {now['members']:.0f} have averaged without it; lost are its last steps")
-            say(f"{step}: member {joining}, which was waiting, joins")
-        elif act == "greet" and now["joins"] > joins_before:
-            say(f"{step}: it has taken the others' model and trains on: {now['members']:.0f} members")
-        else:
-            return
-        acts.pop(0)
-
-    return look
+    console.print(table, f"Every step is a line of {options.output}/*.jsonl", sep="\n")
+    return paths

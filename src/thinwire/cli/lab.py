@@ -18,7 +18,7 @@ from thinwire.launch import Job, Output, Process
 def lab(
     command: list[str] = typer.Argument(metavar="-- COMMAND…", help="What to run in every process."),
     *,
-    machines: int = typer.Option(2, help="How many machines."),
+    machines: int = typer.Option(2, help="The number of machines."),
     rate: str | None = typer.Option(
         None, metavar="RATE", help="Rate of each slow link, such as 100mbit.", show_default="as fast as here"
     ),
@@ -46,7 +46,7 @@ def lab(
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
 
-    Each machine is a network namespace with its own address, and sends at most at the rate. With latency,
+    Each machine is a network namespace with its own address, and sends no faster than `--rate`. With latency,
     jitter or loss the link is measured first, and refused if it is more than a tenth from what you asked for.
     Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
     Gloo uses the slow link.
@@ -56,11 +56,15 @@ def lab(
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
     processors of this computer: compare runs with each other, not with a real cluster.
     """
+    slow_machines = {}
+    for option in slow_machine or []:
+        machine, _, slow_rate = option.partition(":")
+        if not machine.isdecimal() or not slow_rate:
+            raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
+        slow_machines[int(machine)] = slow_rate
+    link = LinkSpec(rate, latency, jitter, loss)
     network = Network(
-        machines,
-        LinkSpec(rate, latency, jitter, loss),
-        processes_per_machine=processes_per_machine,
-        slow_machines=_slow_machines(slow_machine or []),
+        machines, link, processes_per_machine=processes_per_machine, slow_machines=slow_machines
     )
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
     processes_here(name, network.processes, minimum=1)
@@ -77,8 +81,8 @@ def lab(
         machine, local_rank = divmod(rank, processes_per_machine)
         prefix = f"machine {machine:>{len(str(machines - 1))}}"
         prefix += f", process {local_rank}" if processes_per_machine > 1 else ""
-        kept = network.kept_command(machine, *command)
-        return Process(kept, variables, output, f"[{prefix}] ", as_group=True)
+        contained = network.contained_command(machine, *command)
+        return Process(contained, variables, output, f"[{prefix}] ", as_group=True)
 
     job = Job(
         start,
@@ -106,13 +110,3 @@ def lab(
         print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The processes' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(job.exit_code)
-
-
-def _slow_machines(options: list[str]) -> dict[int, str]:
-    rates = {}
-    for option in options:
-        machine, _, rate = option.partition(":")
-        if not machine.isdecimal() or not rate:
-            raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
-        rates[int(machine)] = rate
-    return rates

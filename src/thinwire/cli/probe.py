@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.common import BACKEND, PROCESSES, check_output, joined_job, run_here, shown_measuring
+from thinwire.cli.common import BACKEND, PROCESSES, check_output, joined_job, run_here
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure
@@ -27,14 +27,16 @@ def probe(
     *,
     budget_seconds: float = typer.Option(20.0, help="About how long it may take."),
     backend: str | None = BACKEND,
-    save: Path | None = typer.Option(None, metavar="FILE", help="Write it for thinwire advise --probe."),
+    save: Path | None = typer.Option(
+        None, metavar="FILE", help="Write the result there, for thinwire advise --probe."
+    ),
     processes: int | None = PROCESSES,
     streams: str | None = typer.Option(
-        None, metavar="1,4,8", help="Compare numbers of Gloo connections to each process, too."
+        None, metavar="1,4,8", help="Also compare these numbers of Gloo connections to each process."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
-    """Measure how fast the processes of a job average messages of each size, and which are near each other.
+    """Measure the network between the processes of a job: by message size, in machines and between them.
 
     Start it on every process, as you start the training; or with `--processes`, to see what this machine
     alone can do. Process 0 prints the result and writes the files.
@@ -52,8 +54,11 @@ def probe(
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
         console = Console(stderr=True, quiet=not is_first)
-        with shown_measuring(console, budget_seconds) as show_measuring:
-            probed = measure(budget_seconds=budget_seconds, device=device, progress=show_measuring)
+        begin = f"measuring, about {budget_seconds:.0f} s"
+        if not console.is_terminal:
+            console.print(f"thinwire: {begin} …", soft_wrap=True, highlight=False)
+        with console.status(begin) as status:
+            probed = measure(budget_seconds=budget_seconds, device=device, progress=status.update)
         rates = compare_streams(counts, probed) if counts else {}
         if is_first:
             # All hold the same result.

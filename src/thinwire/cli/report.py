@@ -17,9 +17,9 @@ def report(
     runs: list[Path] = typer.Argument(metavar="RUN.jsonl…", help="Files that thinwire.Watch wrote."),
     output: Path = typer.Option(Path("report.html"), "--output", "-o", help="The page to write."),
 ) -> None:
-    """Compare runs on one page of HTML, to open in a browser.
+    """Write one page of HTML that compares runs, to open in a browser.
 
-    It has bytes and times in a table, loss and relative error as curves, and the plans.
+    It has bytes and times in a table, loss and relative error as curves, and how each parameter travels.
 
     Example: `thinwire report exact.jsonl powersgd.jsonl -o report.html`
     """

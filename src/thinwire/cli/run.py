@@ -55,7 +55,7 @@ def run(
         "and they are too few to go on.",
     ),
 ) -> None:
-    """Run members that come and go: a script with `thinwire.elastic`, several times on this machine.
+    """Start members that come and go: a script with `thinwire.elastic`, several times on this machine.
 
     Members find each other at a lighthouse. Without `--lighthouse` this command starts one, and ends it. A
     member that dies is started again, and takes the model of the others. At Ctrl-C or SIGTERM all members
@@ -65,9 +65,9 @@ def run(
     With `--processes-per-member 2` each member is two processes, as if torchrun had started them, and their
     lines begin with [1.0] and [1.1]. If one of them dies, its member ends, and is started again as a whole.
 
-    Exits with 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well; else
-    with the exit code of the first that died for good (128 + the signal that ended it). Exits with 1 if no
-    member has asked the lighthouse: an ordinary script trains as many models as there are members.
+    The exit code is 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well;
+    else that of the first that died for good (128 + the signal that ended it). It is 1 if no member has asked
+    the lighthouse: an ordinary script trains as many models as there are members.
 
     Example: `thinwire run --min 2 --max 8 train.py --epochs 1`
     """

@@ -8,9 +8,16 @@ milliseconds. `Metered` and `Recording` wrap either.
 from thinwire.comm.agreement import CALL, Description, agree
 from thinwire.comm.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked, true_for_all
 from thinwire.comm.in_process import InProcessTransport, run_members
-from thinwire.comm.local_ranks import why_by_itself
-from thinwire.comm.machines import Layout, Machines, machines_of, machines_of_subgroups, ranks_by_machine
-from thinwire.comm.metered import Metered, Note, Recording, Traffic, Wrapped, message_bytes_of, wire_bytes
+from thinwire.comm.machines import (
+    Layout,
+    Machines,
+    machines_of,
+    machines_of_subgroups,
+    ranks_by_machine,
+    why_by_itself,
+)
+from thinwire.comm.metered import Metered, Note, Recording, Traffic, wire_bytes
+from thinwire.comm.p2p import round_trips_over_gloo
 from thinwire.comm.process_group import (
     ProcessGroupTransport,
     alone,
@@ -19,7 +26,6 @@ from thinwire.comm.process_group import (
     group_of,
     over_connections,
     own_subgroup,
-    round_trips_over_gloo,
 )
 from thinwire.comm.transport import Collective, CombinedWork, CompletedWork, Message, Transport, Work
 
@@ -40,7 +46,6 @@ __all__ = [
     "Traffic",
     "Transport",
     "Work",
-    "Wrapped",
     "agree",
     "alone",
     "checked_group",
@@ -52,7 +57,6 @@ __all__ = [
     "group_of",
     "machines_of",
     "machines_of_subgroups",
-    "message_bytes_of",
     "over_connections",
     "own_subgroup",
     "ranks_by_machine",

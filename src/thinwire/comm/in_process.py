@@ -19,22 +19,12 @@ _current = threading.local()  # `member`: whose thread this is
 
 
 def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
-    """Run `body(rank)` for each member of a group in this process, one at a time, in the order of ranks.
+    """Run `body(rank)` for each member of a group in this process; return what it returned, by rank.
 
-    A member runs until it ends or waits for what others have not sent yet. So every run is the same run,
-    whatever the machine does. At Ctrl-C each member gets `KeyboardInterrupt` where it waits, or waits next.
-
-    Args:
-        size: Members of the group.
-        body: What each of them does, with the `InProcessTransport` of its rank.
-
-    Returns:
-        What `body` returned, by rank.
-
-    Raises:
-        CommunicationError: The members wait for each other forever.
-        BaseException: The first that a member has raised, once all have ended. Those that wait for a member
-            that has ended raise `CommunicationError`.
+    One at a time, in the order of ranks: a member runs until it ends or waits for what others have not sent
+    yet. So every run is the same run, whatever the machine does. If members wait for each other forever, or
+    for one that has ended, they get a `CommunicationError`; at Ctrl-C all get `KeyboardInterrupt`, where they
+    wait now or next. The first error of a member is raised once all have ended.
 
     Examples:
         >>> members = InProcessTransport.group(2)
@@ -73,14 +63,12 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
 
 
 class Awaited(Protocol):
-    """An event that a member waits for while the others run."""
+    """What a member waits for while the others run."""
 
     @property
-    def is_complete(self) -> bool:
-        """Whether it can go on."""
+    def is_complete(self) -> bool: ...
 
-    def who_is_missing(self) -> str:
-        """Return for whom it waits, for errors."""
+    def who_is_missing(self) -> str: ...  # for errors
 
 
 def wait_for(awaited: Awaited) -> None:
@@ -149,7 +137,7 @@ class _Member(Generic[Result]):
 
 @dataclass
 class _Room:
-    """The collectives under way in a group, by their number in the order of messages."""
+    """The collectives under way in a group, by number, in the order of messages."""
 
     size: int
     messages: dict[int, _Pending] = field(default_factory=dict)

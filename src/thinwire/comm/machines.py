@@ -1,23 +1,30 @@
-"""The intra-node and inter-node groups of a process, on machines that are found or given by the user."""
+"""Which processes share a machine, and the intra-node and inter-node groups of a process.
+
+Machines are given by the user, or found by the launcher's variables and by host names.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.agreement import CALL, agree
+from thinwire.comm.agreement import CALL, agree, check_same
 from thinwire.comm.collectives import gather_bytes, gather_numbers
 from thinwire.comm.in_process import InProcessTransport
-from thinwire.comm.local_ranks import PURPOSE, machines_by_launcher
 from thinwire.comm.process_group import ProcessGroupTransport, made_of
 from thinwire.comm.transport import Transport
-from thinwire.errors import ConfigError
+from thinwire.errors import AgreementError, ConfigError
 from thinwire.torch_private import num_groups, timeout_of
 
 if TYPE_CHECKING:
@@ -28,6 +35,19 @@ logger = logging.getLogger(__name__)
 Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
 """Which processes share a machine: True to find it out, False to treat each as a separate machine; or the
 global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
+
+# Variables of launchers that start a whole job: the processes of the job; those of this machine; the local
+# rank; the number of the machine.
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ""),  # Open MPI
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ""),  # MVAPICH
+    ("PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", ""),  # MPICH, Intel MPI
+    ("PMI_SIZE", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK", "PALS_NODEID"),  # Cray
+    ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_NODEID"),  # srun
+)
+PURPOSE = "attach(), which processes share a machine"
+MAGIC = 0x6D616368
+NUMBERS_BELOW = 1 << 20  # of processes on a machine, so that two go into one number
 
 
 @dataclass(frozen=True)
@@ -49,6 +69,9 @@ class Machines:
             for machine in range(machines)
             for local_rank in range(processes)
         ]
+
+
+# The groups.
 
 
 def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tuple[Machines | None, str]:
@@ -97,10 +120,9 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     if len(rows) < 2 or max(sizes) == 1:
         return None, ""
     if min(sizes) < max(sizes):
-        shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
         uneven = (
-            f"machines have {shown} processes of the group, so each process sends by itself; with as many on "
-            "each, what a machine has in common would be sent once"
+            f"machines have {_shown(sizes)} processes of the group, so each process sends by itself; with as "
+            "many on each, what a machine has in common would be sent once"
         )
         if not transport.rank:
             logger.warning("%s", uneven)
@@ -143,6 +165,9 @@ def _new_groups(
             )
 
 
+# Who shares a machine: given by the user.
+
+
 def _given(
     transport: ProcessGroupTransport, ranks: Sequence[int], layout: Sequence[Sequence[int]] | DeviceMesh
 ) -> list[list[int]]:
@@ -167,3 +192,143 @@ def _given(
         )
     agree(transport, {CALL: "attach()", "machines": repr([list(row) for row in rows])}, PURPOSE)
     return [list(row) for row in rows]
+
+
+# By the launcher's variables.
+
+
+class LocalRank(NamedTuple):
+    """What the environment of a process says of its machine; -1 where it says nothing."""
+
+    local_size: int
+    local_rank: int
+    machine: int
+    host: int  # a hash of the machine's name; 0 if the machine's number is enough
+
+    @classmethod
+    def here(cls) -> LocalRank:
+        """Read torchrun's variables, and those of a launcher of all of the job's processes."""
+        job_size, size, rank, machine, host = str(dist.get_world_size()), -1, -1, -1, _hash_of_host()
+        for job_variable, size_variable, rank_variable, machine_variable in LAUNCHERS:
+            # If a launcher's processes have started others, it knows nothing of these.
+            if os.environ.get(job_variable) == job_size and os.environ.get(size_variable):
+                machine, rank = _number(machine_variable), _number(rank_variable)
+                # The processes of this machine, or of all machines as SLURM has it: 4(x2),3.
+                counts = [
+                    int(count)
+                    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ[size_variable])
+                    for _ in range(int(times or 1))
+                ]
+                size = counts[machine if 0 <= machine < len(counts) else 0]
+                host = 0 if machine >= 0 else host  # containers of one machine may have names of their own
+                break
+        size = _number("LOCAL_WORLD_SIZE", size) or size
+        rank = _number("LOCAL_RANK", rank)
+        if (number := _number("GROUP_RANK")) >= 0:
+            machine, host = number, _hash_of_host()
+        return cls(size, rank, machine, host)
+
+
+def _number(variable: str, default: int = -1) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
+
+
+def _hash_of_host() -> int:
+    return int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
+
+
+def machines_by_launcher(transport: Transport, ranks: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each machine by the launcher's variables; one machine if these say nothing."""
+    here, job_size = LocalRank.here(), dist.get_world_size()
+    # The same on all processes, on machines of different sizes too.
+    is_flat = _number("GROUP_WORLD_SIZE") in (1, job_size)
+    if transport.size < 3 or here.local_size in (-1, job_size) or is_flat:
+        return [list(ranks)]
+    numbers = (here.local_size * NUMBERS_BELOW + here.local_rank + 1, here.machine, here.host)
+    everyone = {
+        rank: LocalRank(both // NUMBERS_BELOW, both % NUMBERS_BELOW - 1, machine, host)
+        for rank, (both, machine, host) in zip(
+            ranks, _gather(transport, MAGIC, numbers, PURPOSE), strict=True
+        )
+    }
+    together = defaultdict[tuple[int, int], list[int]](list)
+    for rank, local in everyone.items():
+        together[local.machine, local.host if local.machine < 0 else 0].append(rank)
+    return [row for row_ranks in together.values() for row in _checked(row_ranks, everyone)]
+
+
+def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[int]]:
+    """Return the machines of ranks that seem to share one: several if clones of one image have one name."""
+    local = [everyone[rank] for rank in ranks]
+    sizes = {rank.local_size for rank in local}
+    listed = " or ".join(map(str, sorted(sizes)))
+    if len({rank.host for rank in local}) > 1:
+        wrong = f"processes {ranks[:8]} share a machine, and their host names differ"
+    elif len(sizes) == 1 and len(ranks) <= local[0].local_size:
+        return [ranks]
+    elif local[0].machine >= 0:
+        wrong = f"processes {ranks[:8]} share a machine, and LOCAL_WORLD_SIZE is {listed} there"
+    elif rows := _filled_in_turn(ranks, everyone):
+        return rows
+    else:
+        wrong = f"processes {ranks[:8]} have one host name, and a machine has {listed} processes"
+    raise AgreementError(
+        f"by the launcher's variables {wrong}; pass machines=[[…], …], the ranks on each machine, or set "
+        "GROUP_RANK to the number of each process's machine"
+    )
+
+
+def _filled_in_turn(ranks: Sequence[int], everyone: Mapping[int, LocalRank]) -> list[list[int]]:
+    """Return the machines if ranks fill one after the other with local ranks 0, 1, …; else none."""
+    rows: list[list[int]] = []
+    for rank in ranks:
+        if everyone[rank].local_rank == 0:
+            rows.append([])
+        if not rows or everyone[rank].local_rank != len(rows[-1]):
+            return []
+        rows[-1].append(rank)
+    return rows if all(everyone[rank].local_size == len(row) for row in rows for rank in row) else []
+
+
+# By host names: only said, not taken for granted, for machines that were cloned have one.
+
+
+def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
+    """Say why each process sends by itself, if by host names processes share machines; else "". Collective.
+
+    Cost: a gather of 32 bytes, of four or more processes that no launcher has told of machines.
+    """
+    if transport.size < 4 or LocalRank.here().local_size != -1:
+        return ""
+    rows: dict[int, list[int]] = {}
+    purpose, own = "attach(), which processes have one host name", _hash_of_host()
+    for rank, (host, *_) in zip(ranks, _gather(transport, MAGIC + 1, (own, 0, 0), purpose), strict=True):
+        rows.setdefault(host, []).append(rank)
+    sizes = set(map(len, rows.values()))
+    # Machines of different sizes could not share their messages.
+    if len(rows) == 1 or len(sizes) > 1 or sizes == {1}:
+        return ""
+    return (
+        f"processes {rows[own][:8]} have one host name, {socket.gethostname()}, and each sends by itself: no "
+        "LOCAL_WORLD_SIZE says that they share a machine. If they do, start them with torchrun, or pass "
+        f"machines=[{_shown(rows.values())}]"
+    )
+
+
+def _shown(items: Iterable[object]) -> str:
+    listed = list(map(str, items))
+    return ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
+
+
+def _gather(
+    transport: Transport, magic: int, numbers: tuple[int, int, int], purpose: str
+) -> list[tuple[int, ...]]:
+    """Return three numbers of each process; refuse if some are in a different call."""
+    # Four numbers are as long as the digest that `agree` gathers: a process in a different call has sent one,
+    # and asks for words next.
+    everyone = gather_numbers([magic, *numbers], transport, purpose)
+    if any(other[0] != magic for other in everyone):
+        description = json.dumps({CALL: "attach()"}).encode()
+        check_same([json.loads(data) for data in gather_bytes(description, transport, purpose)], purpose)
+    return [tuple(map(int, other[1:])) for other in everyone]

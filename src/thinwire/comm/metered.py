@@ -77,25 +77,15 @@ def message_bytes_of(collective: Collective, handed_bytes: int, members: int) ->
 
 @dataclass
 class Traffic:
-    """Counts of what went through a transport, and perhaps through others that count in the same place.
-
-    Attributes:
-        messages: All collectives.
-        message_bytes: Bytes of all messages, counted as of an all-reduce; see `message_bytes_of`.
-        rounds: Length of the longest chain of dependent messages: each was sent when the one before had come.
-        waiting_seconds: Time the host was blocked until results had come back.
-        machine_bytes: Bytes of the messages of all local ranks, if they share them: as planned.
-        members: Size of the largest group that messages were sent to.
-        inside_bytes: Bytes that this rank has sent to its local ranks for that.
-    """
+    """Counts of what went through a transport, and perhaps through others that count in the same place."""
 
     messages: int = 0
-    message_bytes: int = 0
-    rounds: int = 0
-    waiting_seconds: float = 0.0
-    machine_bytes: int = 0
-    members: int = 1
-    inside_bytes: int = 0
+    message_bytes: int = 0  # as of an all-reduce, see `message_bytes_of`
+    rounds: int = 0  # the longest chain of messages of which each was sent when the one before had come
+    waiting_seconds: float = 0.0  # of the host
+    machine_bytes: int = 0  # of the messages of all local ranks, if they share them: as planned
+    inside_bytes: int = 0  # that this rank has sent to others of its machine for that
+    members: int = 1  # of the largest group that messages were sent to
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

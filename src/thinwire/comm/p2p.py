@@ -21,6 +21,7 @@ both end in the group's timeout.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -35,15 +36,44 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.transport import Operation
+from thinwire.comm.transport import Collective, Operation
 
 POSTED_AHEAD = 4
 HEAD_BYTES = 1 << 19  # of all that a rank sends at once: 40 ms at 100 Mbit/s
 LENGTH_BYTES = 8
+# Among more than two, long messages go by Gloo's ring, which was not slower than p2p.
+MAX_P2P_SIZE, MAX_P2P_BYTES = 16, 1 << 20
+# A longer sum is Gloo's own: in its thread, beside the backward pass.
+MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_BYTES = 1 << 22, 1 << 19
+# A sum up to this size is sent whole to all peers, so that it takes one message: 5 ms at 100 Mbit/s.
+MAX_GATHERED_SUM_BYTES = 1 << 16
 # Gloo chooses by the tag which of its connections carries a message, if it has several
 # (GLOO_SOCKET_IFNAME=eth0,eth0).
 NUM_TAGS = 8
 TAGS = {"all_reduce": 0x7D00, "all_gather": 0x7D10, "all_to_all": 0x7D20, "sums": 0x7D30}
+
+
+def p2p_limits(kind: str, size: int) -> tuple[float, float]:
+    """Return the most bytes that go to each peer whole, and the most that go by p2p at all."""
+    if size > MAX_P2P_SIZE:
+        return 0, 0
+    if kind == "all_reduce":
+        if size <= 2:
+            return MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_OF_TWO_BYTES
+        return MAX_GATHERED_SUM_BYTES / (size - 1), MAX_P2P_SUM_BYTES
+    most = MAX_P2P_BYTES if kind == "all_gather" and size > 2 else math.inf
+    return most, most
+
+
+def round_trips_over_gloo(collective: Collective, handed_bytes: float, size: int) -> tuple[float, int]:
+    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
+    whole, most = p2p_limits(collective, size)
+    if handed_bytes > most:
+        return (size - 1) * (2 if collective == "all_reduce" else 1), 0
+    if handed_bytes > whole:
+        return 1.0, 0
+    sent_bytes = (size - 1) * handed_bytes / (size if collective == "all_to_all" else 1)
+    return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
 
 
 class PostedRecv(NamedTuple):
@@ -74,7 +104,7 @@ class PeerExchange:
         kind: str,
         received: Sequence[torch.Tensor],
         sent: Sequence[torch.Tensor],
-        finish: Callable[[], object] | None = None,
+        finish: Callable[[], object] = lambda: None,
     ) -> PeerWork:
         """Send row i of bytes to rank i, whose row comes to lie in row i of `received`."""
         posted, head_bytes = self._posted[kind], self._head_bytes
@@ -127,7 +157,7 @@ class PeerWork:
     posted: Sequence[PostedRecv]
     rows: Sequence[torch.Tensor]  # of bytes, where the messages come to lie
     works: Sequence[dist.Work]  # of what is sent, and of the rests of long messages
-    finish: Callable[[], object] | None  # makes the result of what has come
+    finish: Callable[[], object]  # makes the result of what has come
     on_end: Callable[[PeerWork], object]
 
     def wait(self) -> None:
@@ -144,7 +174,7 @@ class PeerWork:
         for work in works:
             work.wait()
         self.on_end(self)
-        if posted and self.finish is not None:
+        if posted:
             self.finish()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -19,16 +18,16 @@ from torch.futures import Future
 
 from thinwire.comm.in_process import InProcessTransport
 from thinwire.comm.p2p import (
-    HEAD_BYTES,
     POSTED_AHEAD,
     TAGS,
     PeerExchange,
     PeerWork,
     TwoStepAllReduce,
     as_bytes,
+    p2p_limits,
     reduce_rows,
 )
-from thinwire.comm.transport import Collective, CombinedWork, Message, Operation, Transport, Work
+from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
 
@@ -49,12 +48,6 @@ WHY_IN_A_CHANGING_GROUP = (
     "averaging off because one of its messages failed"
 )
 
-# Among more than two, long messages go by Gloo's ring, which was not slower than p2p.
-MAX_P2P_SIZE, MAX_P2P_BYTES = 16, 1 << 20
-# A longer sum is Gloo's own: in its thread, beside the backward pass.
-MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_BYTES = 1 << 22, 1 << 19
-# A sum up to this size is sent whole to all peers, so that it takes one message: 5 ms at 100 Mbit/s.
-MAX_GATHERED_SUM_BYTES = 1 << 16
 GLOO = ("gloo", "torchft-gloo")
 
 # Groups made of a group's processes. Torch ends none by itself, and a handle uses its groups until it is
@@ -91,17 +84,17 @@ class GroupTransport(Transport):
         return str(self.group.getBackendName())
 
     def start(self, message: Message) -> DistWork:
-        collective, tensor = message.collective, message.tensor
         try:
-            if collective == "all_reduce":
-                works = self._all_reduce(tensor, message.operation)
-            elif collective == "all_gather":
-                # Send bytes: Gloo gathers some types only. Rows are views, so the result lies in `output`.
-                works = self._all_gather(as_bytes(message.output).view(self.size, -1), as_bytes(tensor))
-            elif collective == "all_to_all":
-                works = self._all_to_all(as_bytes(message.output), as_bytes(tensor))
+            if message.collective == "all_reduce":
+                works = self._all_reduce(message)
+            elif message.collective == "all_gather":
+                works = self._all_gather(message)
+            elif message.collective == "all_to_all":
+                works = self._all_to_all(message)
             else:
-                works = self._broadcast(as_bytes(tensor), message.source)
+                options = BroadcastOptions()
+                options.rootRank = message.source
+                works = [self.group.broadcast([as_bytes(message.tensor)], options)]
         except RuntimeError as error:
             raise failure(message, error, self.why) from error
         return DistWork(works, message, self.why)
@@ -127,12 +120,18 @@ class GroupTransport(Transport):
             return "backend"
         return "p2p" if tensor.nbytes <= whole else "reduce_scatter_p2p"
 
-    def _all_reduce(self, tensor: torch.Tensor, operation: Operation) -> Works:
-        route = self._route("all_reduce", tensor)
-        if route == "backend":
-            return [self._all_reduce_of_backend(tensor, operation)]
-        if operation == "mean":
+    def _all_reduce(self, message: Message) -> Works:
+        tensor, operation = message.tensor, message.operation
+        route, options = self._route("all_reduce", tensor), AllreduceOptions()
+        options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
+        # NCCL divides what it reads anyway, which saves a pass over the message.
+        # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
+        if operation == "mean" and self.size > 1 and self.backend_for(tensor.device) == "nccl":
+            options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+        elif operation == "mean":
             tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
+        if route == "backend":
+            return [self.group.allreduce([tensor], options)]
         if route == "reduce_scatter_p2p":
             return [TwoStepAllReduce(self._peers, self.group, tensor, operation)]
         flat = tensor.view(-1)
@@ -142,19 +141,9 @@ class GroupTransport(Transport):
         finish = partial(reduce_rows, rows, operation, flat)
         return [self._peers.start(self.group, "all_reduce", received, sent, finish)]
 
-    def _all_reduce_of_backend(self, tensor: torch.Tensor, operation: Operation) -> dist.Work:
-        options = AllreduceOptions()
-        options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
-        # NCCL divides what it reads anyway, which saves a pass over the message.
-        # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
-        if operation == "mean" and self.size > 1 and self.backend_for(tensor.device) == "nccl":
-            options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-        elif operation == "mean":
-            tensor.div_(self.size)  # before the sum, as above
-        work: dist.Work = self.group.allreduce([tensor], options)
-        return work
-
-    def _all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
+    def _all_gather(self, message: Message) -> Works:
+        # Send bytes: Gloo gathers some types only. Rows are views, so the result lies in `output`.
+        rows, own = as_bytes(message.output).view(self.size, -1), as_bytes(message.tensor)
         if self._route("all_gather", own) == "p2p":
             rows[self.rank].copy_(own)
             return [self._peers.start(self.group, "all_gather", list(rows), [own] * self.size)]
@@ -165,17 +154,13 @@ class GroupTransport(Transport):
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
 
-    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
+    def _all_to_all(self, message: Message) -> Works:
+        received, sent = as_bytes(message.output), as_bytes(message.tensor)
         if self._route("all_to_all", sent) == "backend":
             return [self.group.alltoall_base(received, sent, [], [], AllToAllOptions())]
         to, rows = received.view(self.size, -1), sent.view(self.size, -1)
         to[self.rank].copy_(rows[self.rank])
         return [self._peers.start(self.group, "all_to_all", list(to), list(rows))]
-
-    def _broadcast(self, tensor: torch.Tensor, source: int) -> Works:
-        options = BroadcastOptions()
-        options.rootRank = source
-        return [self.group.broadcast([tensor], options)]
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -327,29 +312,6 @@ def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
 def failure(where: object, error: RuntimeError, why: str) -> CommunicationError:
     """Return Thinwire's error for a backend's: of a dead peer, a timeout and a refused type alike."""
     return CommunicationError(f"{where} failed: {error}. {why}")
-
-
-def p2p_limits(kind: str, size: int) -> tuple[float, float]:
-    """Return the most bytes that go to each peer whole, and the most that go by p2p at all."""
-    if size > MAX_P2P_SIZE:
-        return 0, 0
-    if kind == "all_reduce":
-        if size <= 2:
-            return MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_OF_TWO_BYTES
-        return MAX_GATHERED_SUM_BYTES / (size - 1), MAX_P2P_SUM_BYTES
-    most = MAX_P2P_BYTES if kind == "all_gather" and size > 2 else math.inf
-    return most, most
-
-
-def round_trips_over_gloo(collective: Collective, handed_bytes: float, size: int) -> tuple[float, int]:
-    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
-    whole, most = p2p_limits(collective, size)
-    if handed_bytes > most:
-        return (size - 1) * (2 if collective == "all_reduce" else 1), 0
-    if handed_bytes > whole:
-        return 1.0, 0
-    sent_bytes = (size - 1) * handed_bytes / (size if collective == "all_to_all" else 1)
-    return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
 
 
 def checked_group(group: object, name: str = "process_group") -> dist.ProcessGroup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,7 @@ from torch import Tensor, nn
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-# Whole files: windows of one file would be too alike to judge by.
-HELDOUT_EVERY_FILES = 10
-MAX_TRAIN_BYTES = 16_000_000
-MAX_HELDOUT_BYTES = 2_000_000
+HELDOUT_EVERY_FILES = 10  # whole files: windows of one file would be too alike to judge by
 
 
 class Text(NamedTuple):
@@ -31,30 +27,23 @@ class Text(NamedTuple):
     heldout: Tensor
 
 
-def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the Python files under `folder` that are text worth reading, to train on and held out."""
-    paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
-    # Sorted: the order in which files are found is the file system's.
-    names = sorted(path.as_posix() for path in paths if SKIPPED_FOLDERS.isdisjoint(path.parts[:-1]))
-    train = [Path(folder, name) for name in names]
-    heldout = train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
-    del train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
-    return train, heldout
-
-
 def load_text(
-    folder: Path | None = None,
-    *,
-    max_train_bytes: int = MAX_TRAIN_BYTES,
-    max_heldout_bytes: int = MAX_HELDOUT_BYTES,
+    folder: Path | None = None, *, max_train_bytes: int = 16_000_000, max_heldout_bytes: int = 2_000_000
 ) -> Text:
-    """Read the standard library of the running Python, split by file."""
-    # It lies on every machine that has Python: nothing is downloaded, and all processes read the same.
+    """Read the Python files of a folder that are text worth reading, split by file.
+
+    By default the standard library: it lies on every machine that has Python, so nothing is downloaded, and
+    all processes read the same.
+    """
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    train, heldout = split_files(folder)
+    paths = (path for path in folder.rglob("*.py"))
+    # Sorted: the order in which files are found is the file system's.
+    train = sorted(path for path in paths if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts[:-1]))
+    heldout = train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
     if not heldout:
         count = f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}"
         raise FileNotFoundError(f"{count}: run with a Python whose standard library is there as source files")
+    del train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
     return Text(_read(train, max_train_bytes), _read(heldout, max_heldout_bytes))
 
 
@@ -95,9 +84,8 @@ def fixed_batches(
 
 
 def _windows(data: Tensor, starts: Tensor, context_length: int) -> tuple[Tensor, Tensor]:
-    indices = starts[:, None] + torch.arange(context_length + 1)
     # One byte more than the model sees: targets are the inputs, moved by one.
-    window = data[indices].long()
+    window = data[starts[:, None] + torch.arange(context_length + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
@@ -127,62 +115,32 @@ class GPT(nn.Module):
         self.config = config
         self.bytes = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context_length, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        sizes, options = (
+            (config.width, config.heads, 4 * config.width),
+            {"batch_first": True, "norm_first": True},
+        )
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(*sizes, dropout=0.0, activation="gelu", **options)
+            for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        # GPT-2 does the same: each block adds twice to the residual stream, so its last layers start smaller.
+        # As GPT-2: each block adds twice to the residual stream, so its last layers start smaller.
         for name, parameter in self.named_parameters():
-            if name.endswith("out.weight"):
-                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
+            is_last = name.endswith(("out_proj.weight", "linear2.weight"))
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if is_last else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, inputs: Tensor) -> Tensor:
         positions = torch.arange(inputs.shape[1], device=inputs.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], device=inputs.device)
         hidden = self.bytes(inputs) + self.positions(positions)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, mask, is_causal=True)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
-
-
-class Block(nn.Module):
-    """Attention, then a two-layer network; each adds to what came in."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
-        self.network_norm = nn.LayerNorm(config.width)
-        wide = nn.Linear(config.width, 4 * config.width)
-        narrow = nn.Linear(4 * config.width, config.width)
-        self.network = nn.Sequential(OrderedDict(up=wide, gelu=nn.GELU(), out=narrow))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden))
-        mixed: Tensor = hidden + self.network(self.network_norm(hidden))
-        return mixed
-
-
-class Attention(nn.Module):
-    """Causal self-attention with several heads."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.queries_keys_values = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        # (batch, length, 3, heads, width of a head), taken apart by the 3
-        split = self.queries_keys_values(hidden).unflatten(-1, (3, self.heads, -1))
-        queries, keys, values = split.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
-        return out
 
 
 def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -195,8 +153,5 @@ def heldout_loss(model: GPT, heldout: Tensor, *, batches: int = 16, batch_size: 
     """Return the mean loss in nats per byte over windows of text, the same ones every time."""
     length = model.config.context_length
     windows = fixed_batches(heldout, batches=batches, batch_size=batch_size, context_length=length)
-    was_training = model.training
-    model.eval()
     losses = [next_byte_loss(model, inputs, targets).item() for inputs, targets in windows]
-    model.train(was_training)
     return sum(losses) / len(losses)

@@ -95,10 +95,6 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average over the group until `start_localSGD_iter`, then within the subgroup or not at all.
 
-    Args:
-        state: Settings and step counter.
-        bucket: Of DDP.
-
     Cost: one message for each bucket, of the gradient's own bytes; none in the local phase without
     `subgroup`.
 

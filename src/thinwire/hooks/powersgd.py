@@ -113,11 +113,10 @@ class PowerSGDState:
         # By the algorithm's names; torch's names are properties.
         self._settings = translated(settings)
         self._typed = {ELSEWHERE.get(name, name): name for name in settings}
-        self.orthogonalization_epsilon = number(
-            "orthogonalization_epsilon", orthogonalization_epsilon, minimum=0
-        )
+        epsilon, frequency = orthogonalization_epsilon, compression_stats_logging_frequency
+        self.orthogonalization_epsilon = number("orthogonalization_epsilon", epsilon, minimum=0)
         self.compression_stats_logging_frequency = whole_count(
-            "compression_stats_logging_frequency", compression_stats_logging_frequency, minimum=0
+            "compression_stats_logging_frequency", frequency, minimum=0
         )
         self.batch_tensors_with_same_shape = true_or_false(
             "batch_tensors_with_same_shape", batch_tensors_with_same_shape
@@ -139,7 +138,7 @@ class PowerSGDState:
     warm_start = _setting("warm_start")
 
     def _get(self, name: str) -> Any:
-        """Return a setting of the algorithm in use, or the last known one if `sync.use` has put another."""
+        # Of the algorithm in use; the last known one if `sync.use` has put another.
         ours = ELSEWHERE.get(name, name)
         in_use = None if self._adapter is None else self._adapter.sync.algorithm
         return getattr(in_use, ours, self._settings[ours])
@@ -164,7 +163,7 @@ class PowerSGDState:
     def iter(self) -> int:
         """Committed steps so far; below `start_powerSGD_iter`, gradients travel uncompressed."""
         if self._adapter is None:
-            return 0 if self._loaded is None else int(self._loaded["step"])
+            return int((self._loaded or {"step": 0})["step"])
         counts = self._adapter.engine.reporter.counts()
         return counts.steps - counts.nonfinite_steps
 
@@ -176,7 +175,7 @@ class PowerSGDState:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to pickle: an unused state may be sent to the processes that will use it."""
+        # An unused state may be sent to the processes that will use it.
         if self._adapter is not None:
             raise StateError("a PowerSGDState in use can't be pickled; save its state_dict() instead")
         return self.__dict__
@@ -193,10 +192,8 @@ class PowerSGDState:
         Raises:
             AttachError: There was no step yet.
         """
-        return attached(
-            None if self._adapter is None else self._adapter.sync,
-            "this PowerSGDState has not been used yet; it attaches itself in the first step",
-        )
+        missing = "this PowerSGDState has not been used yet; it attaches itself in the first step"
+        return attached(None if self._adapter is None else self._adapter.sync, missing)
 
     def stats(self) -> Stats:
         """Return the statistics so far; see `thinwire.Stats`."""
@@ -229,12 +226,7 @@ class PowerSGDState:
     def algorithm(
         self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
     ) -> PowerSGD | BatchedPowerSGD:
-        """Return the settings as an algorithm, for `thinwire.attach`.
-
-        Args:
-            kind: PowerSGD for `powerSGD_hook`, BatchedPowerSGD for `batched_powerSGD_hook`.
-            wire_dtype: What `fp16_compress_wrapper` or `bf16_compress_wrapper` would make of the messages.
-        """
+        """Return the settings as an algorithm, for `thinwire.attach`; with `wire_dtype` as of a wrapper."""
         return kind(**self._settings, wire_dtype=wire_dtype)
 
     def run(
@@ -242,27 +234,23 @@ class PowerSGDState:
     ) -> Future[torch.Tensor]:
         """As `DDPAdapter.run`, for a hook, which must always be the same."""
         used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
-        adapter = self._adapter or self._attach(self.algorithm(kind, wire_dtype), used_with, bucket)
+        if self._adapter is None:
+            transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
+            settings = Settings.of(**self._options, typed=self._typed)
+            algorithm = self.algorithm(kind, wire_dtype)
+            adapter = adapter_of_hook(self, algorithm, transport, settings, self._machines)
+            if self._loaded is not None:
+                adapter.sync.load_state_dict(self._loaded, strict=self._strict)
+            adapter.engine.reporter.observers.append(partial(self._log, adapter.engine))
+            # Only now: if the adapter was refused, the state is still there for a second try.
+            self._adapter, self._loaded, self._used_with = adapter, None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
         if self._used_with != used_with:
             raise ConfigError(
                 f"this PowerSGDState has been used with {self._used_with}, now with {used_with}; make one "
                 "state for each model and hook, or switch with state.sync.use(…)"
             )
-        return adapter.run(bucket)
-
-    def _attach(
-        self, algorithm: PowerSGD | BatchedPowerSGD, used_with: str, bucket: GradBucket
-    ) -> DDPAdapter:
-        transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
-        settings = Settings.of(**self._options, typed=self._typed)
-        adapter = adapter_of_hook(self, algorithm, transport, settings, self._machines)
-        if self._loaded is not None:
-            adapter.sync.load_state_dict(self._loaded, strict=self._strict)
-        adapter.engine.reporter.observers.append(partial(self._log, adapter.engine))
-        # Only now: if the adapter was refused, the state is still there for a second try.
-        self._adapter, self._loaded, self._used_with = adapter, None, used_with
-        return adapter
+        return self._adapter.run(bucket)
 
     def _log(self, engine: Engine, committed: bool) -> None:
         # Statistics cost norms and a host synchronisation, so only for those who read them.
@@ -274,10 +262,6 @@ class PowerSGDState:
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average by PowerSGD, layer by layer; see `thinwire.PowerSGD`.
-
-    Args:
-        state: Settings and memory.
-        bucket: Of DDP.
 
     Raises:
         ConfigError: The state is of a different kind, or was used with a different hook or model.

@@ -139,7 +139,7 @@ State = TypeVar("State")
 
 
 def checked_state(kind: type[State], state: object) -> State:
-    """Return the state that a hook was registered with, if it is of the kind that it needs."""
+    """Return a hook's state, if it is of the kind that the hook needs."""
     if not isinstance(state, kind):
         got = f"{type(state).__module__}.{type(state).__name__}"
         raise ConfigError(f"this hook needs a thinwire.hooks.{kind.__name__}, got {got}")
@@ -229,9 +229,8 @@ def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.T
     count = -(-numel // scaled_elements)
     # Copy: the codes of the process before may end at an address that fp32 can't have.
     scale, zero = codes[: 8 * count].clone().view(torch.float32).view(2, count, 1)
-    rows = codes[8 * count :].view(count, scaled_elements)
-    gradients: torch.Tensor = (rows.float() - zero) * scale
-    return gradients.view(-1)[:numel]
+    rows: torch.Tensor = codes[8 * count :].view(count, scaled_elements).float()
+    return ((rows - zero) * scale).view(-1)[:numel]
 
 
 # Group, hook and sizes that were agreed upon, by a bucket's first parameter. Otherwise gradients of different

@@ -34,7 +34,7 @@ from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.hooks import PowerSGDState
 from thinwire.integrations import SAVED_WITHOUT
-from thinwire.sync import GradientSync, attached, engine_of
+from thinwire.sync import GradientSync, engine_of
 
 try:
     import accelerate
@@ -55,16 +55,10 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs", "ParallelismConfig"]
 
-LOW_RANK: dict[object, type[PowerSGD] | type[BatchedPowerSGD]] = {
-    DDPCommunicationHookType.POWER_SGD: PowerSGD,
-    DDPCommunicationHookType.BATCHED_POWER_SGD: BatchedPowerSGD,
-}
-CASTS: dict[object, WireDtype] = {
-    DDPCommunicationHookType.FP16: "fp16",
-    DDPCommunicationHookType.BF16: "bf16",
-}
-
-
+Hook = DDPCommunicationHookType
+LOW_RANK: dict[object, type[PowerSGD] | type[BatchedPowerSGD]]
+LOW_RANK = {Hook.POWER_SGD: PowerSGD, Hook.BATCHED_POWER_SGD: BatchedPowerSGD}
+CASTS: dict[object, WireDtype] = {Hook.FP16: "fp16", Hook.BF16: "bf16"}
 # Settings of `attach` beside the algorithm; the scaler is the Accelerator's.
 OF_STEPS = ("host_check", "machines", "on_nonfinite")
 
@@ -176,11 +170,12 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         Raises:
             AttachError: No model has been attached, or more than one.
         """
-        return attached(
-            self.syncs[0] if len(self._syncs) == 1 else None,
-            f"expected one attached model, got {len(self._syncs)}; accelerator.prepare(model) attaches in a "
-            "run of several processes with a comm_hook other than NO, and handler.syncs has all models",
-        )
+        if len(self._syncs) != 1:
+            raise AttachError(
+                f"expected one attached model, got {len(self._syncs)}; accelerator.prepare(model) attaches "
+                "in a run of several processes with a comm_hook other than NO; handler.syncs has all models"
+            )
+        return self.syncs[0]
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a model; Accelerate calls it while it prepares the model.
@@ -195,12 +190,8 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         # Models, and Accelerators, that were dropped are gone from here on, on every process alike.
         gc.collect()
         accelerator = self._find_accelerator()
-        self._syncs[model.module] = attach(
-            model,
-            algorithm,
-            grad_scaler=accelerator.scaler,
-            **{name: value for name, value in self.comm_state_option.items() if name in OF_STEPS},
-        )
+        steps = {name: value for name, value in self.comm_state_option.items() if name in OF_STEPS}
+        self._syncs[model.module] = attach(model, algorithm, grad_scaler=accelerator.scaler, **steps)
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:
             self._accelerator, self._index = accelerator, len(accelerator._custom_objects)
@@ -210,9 +201,9 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     def _find_accelerator(self) -> Accelerator:
         """Return the Accelerator that has this handler, which is given the model only."""
-        # Look at types: isinstance asks every object for its __class__, which has side effects on proxies.
-        everyone = [candidate for candidate in gc.get_objects() if Accelerator in type(candidate).__mro__]
-        accelerators = [accelerator for accelerator in everyone if accelerator.ddp_handler is self]
+        # Types are compared, since `isinstance` asks objects, and some do something then.
+        objects = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Accelerator)]
+        accelerators = [accelerator for accelerator in objects if accelerator.ddp_handler is self]
         if not accelerators:
             raise AttachError(
                 "register_comm_hook is called by accelerator.prepare(model), of an Accelerator that has this "
@@ -223,18 +214,17 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
             raise ConfigError("this handler is used by a different Accelerator already; make one for each")
         return accelerators[0]
 
-    def _be_registered(self) -> None:
-        """Be among the objects that the Accelerator saves and loads, after `_prepare_to_load` too."""
+    def _be_registered(self) -> list[Any]:
+        """Be among the objects that the Accelerator saves and loads, which are returned."""
         assert self._accelerator is not None
-        objects = self._accelerator._custom_objects
-        if not any(registered is self for registered in objects):
+        objects: list[Any] = self._accelerator._custom_objects
+        if not any(registered is self for registered in objects):  # after `_prepare_to_load`
             objects.insert(self._index, self)
+        return objects
 
     def _prepare_to_load(self, folder: Path) -> None:
         """Stand back if a checkpoint was saved without this handler: Accelerate counts its files."""
-        self._be_registered()
-        assert self._accelerator is not None
-        objects = self._accelerator._custom_objects
+        objects = self._be_registered()
         if len(list(folder.glob("custom_checkpoint_*.pkl"))) != len(objects) - 1:
             return
         try:
@@ -263,10 +253,10 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         models = state.get("models") if isinstance(state, Mapping) else None
         if not isinstance(models, list) or len(models) != len(self._syncs):
             got = f"one of {len(models)} models" if isinstance(models, list) else f"a {type(state).__name__}"
-            do = (
-                "prepare the same models and register your own objects in the same order as when it was saved"
+            raise StateError(
+                f"expected a handler's state of {len(self._syncs)} models, got {got}; prepare the same "
+                "models and register your own objects in the same order as when it was saved"
             )
-            raise StateError(f"expected a handler's state of {len(self._syncs)} models, got {got}; {do}")
         # Check all before one is loaded, so that all are loaded or none.
         for sync, saved in zip(self.syncs, models, strict=True):
             engine_of(sync).check_state_dict(saved, strict=self.strict)
@@ -276,8 +266,14 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
 def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algorithm | None:
     """Return the algorithm for a handler's three settings, None to leave averaging to DDP."""
-    _check_member("comm_hook", hook, (DDPCommunicationHookType.NO, *CASTS, *LOW_RANK))
-    _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
+    for name, got, valid in (
+        ("comm_hook", hook, (Hook.NO, *CASTS, *LOW_RANK)),
+        ("comm_wrapper", wrapper, (Hook.NO, *CASTS)),
+    ):
+        # `got in valid` would fail if what was got can't be compared.
+        if not isinstance(got, Hook) or got not in valid:
+            names = ", ".join(member.name for member in valid)
+            raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")
     if hook in LOW_RANK:
         # The state has torch's names and defaults, and checks values. The Accelerator has group and scaler.
         try:
@@ -293,10 +289,3 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
             "and BATCHED_POWER_SGD, the second for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None
-
-
-def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
-    # `got in valid` would fail if what was got can't be compared.
-    if not isinstance(got, DDPCommunicationHookType) or got not in valid:
-        names = ", ".join(member.name for member in valid)
-        raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_post_local
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire import hooks
 from thinwire.adapters.ddp_model import ddp_inside, register, wrong_model
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError
-from thinwire.hooks import MachinesState, PostLocalSGDState, PowerSGDState
+from thinwire.hooks import PostLocalSGDState
 
 SUCH_AS = "such as thinwire.hooks.powerSGD_hook"
-Hooks: TypeAlias = "tuple[Callable[..., Any], ...]"
-
-# The state that each hook is registered with: DDP takes any, and the mistake would show in the first step.
-STATES: list[tuple[str, tuple[type, ...], Hooks]] = [
-    ("a thinwire.hooks.PowerSGDState", (PowerSGDState,), (hooks.powerSGD_hook, hooks.batched_powerSGD_hook)),
-    ("a thinwire.hooks.PostLocalSGDState", (PostLocalSGDState,), (hooks.post_localSGD_hook,)),
-    (
-        "a process group, a thinwire.hooks.MachinesState or None",
-        (dist.ProcessGroup, MachinesState, type(None)),
-        (hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook),
-    ),
-    (
-        "a process group or None",
-        (dist.ProcessGroup, type(None)),
-        (hooks.quantization_pertensor_hook, hooks.quantization_perchannel_hook),
-    ),
-]
 
 
 def register_ddp_comm_hook(
@@ -53,8 +34,8 @@ def register_ddp_comm_hook(
 
     Raises:
         AttachError: Not a DDP model, or it has a hook already.
-        ConfigError: A state or wrapper without a hook, a state of the wrong kind, or a wrapper around what is
-            no hook.
+        ConfigError: A state or wrapper without a hook, or a wrapper around what is no hook. (A state of the
+            wrong kind shows in the first step.)
     """
     hook = checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
     ddp_model = ddp_inside(model)
@@ -72,17 +53,15 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
         return None
     if not callable(hook):
         raise ConfigError(f"ddp_comm_hook must be a hook, {SUCH_AS}, got {hook!r}")
-    for needed, kinds, needing in STATES:
-        if hook in needing and not isinstance(state, kinds):
-            got = f"{type(state).__module__}.{type(state).__name__}"
-            raise ConfigError(f"this hook needs {needed}, got {got}")
     if wrapper is None:
         return hook
     # A wrapper is only known to be one by what it returns.
     wrapped = wrapper(hook) if callable(wrapper) else None
     if not callable(wrapped):
-        such_as = "such as thinwire.hooks.fp16_compress_wrapper"
-        raise ConfigError(f"ddp_comm_wrapper must be a wrapper, {such_as}, got {wrapper!r}")
+        raise ConfigError(
+            "ddp_comm_wrapper must be a wrapper, such as thinwire.hooks.fp16_compress_wrapper, got "
+            f"{wrapper!r}"
+        )
     return wrapped  # type: ignore[no-any-return]
 
 
@@ -91,10 +70,14 @@ def check_period(state: object, period: object) -> None:
     # With torch's own state, too: Lightning averages models with either.
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:
-        do = "give the strategy model_averaging_period= as well, or use thinwire.LocalSGD"
-        raise ConfigError(f"post_localSGD_hook leaves the models apart; {do}")
+        raise ConfigError(
+            "post_localSGD_hook leaves the models apart; give the strategy model_averaging_period= as well, "
+            "or use thinwire.LocalSGD"
+        )
     if period is not None:
         whole_number("model_averaging_period", period, minimum=1)
         if not is_local:
-            only = "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState"
-            raise ConfigError(f"{only} and would have no effect; leave it out, or use thinwire.LocalSGD")
+            raise ConfigError(
+                "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState and would have no "
+                "effect; leave it out, or use thinwire.LocalSGD"
+            )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -24,7 +24,7 @@ from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.checks import whole_number
 from thinwire.comm import Layout
-from thinwire.errors import AttachError, ConfigError, MissingExtraError
+from thinwire.errors import ConfigError, MissingExtraError
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
 from thinwire.integrations import SAVED_WITHOUT
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
@@ -97,6 +97,7 @@ class ThinwireStrategy(DDPStrategy):
             validation and checkpoint, and at the end. It is called as
             `make(model, optimizer, grad_scaler=…)`; the module has one optimizer. Or `thinwire.auto`, with
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
+            Or text: "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
         host_check: With an algorithm: see `thinwire.attach`, whose `grad_scaler` is the Trainer's own.
         on_nonfinite: With an algorithm, what becomes of a step that is not finite; see `thinwire.attach`.
         machines: With an algorithm: which processes share a machine; see `thinwire.attach`.
@@ -123,7 +124,7 @@ class ThinwireStrategy(DDPStrategy):
     def __init__(
         self,
         *positional: Any,
-        algorithm: Algorithm | Makes | None = None,
+        algorithm: Algorithm | Makes | str | None = None,
         host_check: HostCheck = "auto",
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = True,
@@ -132,8 +133,7 @@ class ThinwireStrategy(DDPStrategy):
         # DDPStrategy's own first argument is an accelerator or None: anything else is ours.
         if positional and algorithm is None and not isinstance(positional[0], Accelerator | None):
             algorithm, positional = positional[0], positional[1:]
-        if algorithm is not None:
-            checked_averaging(algorithm)
+        averaging = None if algorithm is None else checked_averaging(algorithm)
         # By DDPStrategy's names, whether given by position or by name.
         arguments = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
         # DDP itself would refuse it when the job has started; and an algorithm's setting is easily put here.
@@ -146,13 +146,13 @@ class ThinwireStrategy(DDPStrategy):
             )
         state, hook = arguments.get("ddp_comm_state"), arguments.get("ddp_comm_hook")
         checked_hook(state, hook, arguments.get("ddp_comm_wrapper"))
-        if algorithm is not None and hook is not None:
+        if averaging is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
-        takes_steps = hook is None and isinstance(algorithm, Algorithm | None)
-        self._steps = checked_steps(takes_steps, host_check, on_nonfinite, machines)
+        self.algorithm = PowerSGD() if averaging is None and hook is None else averaging
+        is_attached = isinstance(self.algorithm, Algorithm)
+        self._steps = checked_steps(is_attached, host_check, on_nonfinite, machines)
         check_period(state, arguments.get("model_averaging_period"))
         super().__init__(*positional, **options)
-        self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self.local: ModelAverager | None = None
         self.auto: Auto | None = None
         # Enters `local`, which is made before a checkpoint is restored, and outlives the training.
@@ -168,15 +168,17 @@ class ThinwireStrategy(DDPStrategy):
         Raises:
             AttachError: Training has not begun, or a hook was given in place of an algorithm.
         """
-        attaches = "trainer.fit() attaches when it wraps the model, if the strategy has an algorithm"
-        why_not = f"nothing is attached: {attaches}; with a ddp_comm_hook its state has the statistics"
-        return attached(self._sync, why_not)
+        return attached(
+            self._sync,
+            "nothing is attached: trainer.fit() attaches when it wraps the model, if the strategy has an "
+            "algorithm; with a ddp_comm_hook its state has the statistics",
+        )
 
     @property
-    def remembering(self) -> Remembering | None:
-        """The object with memory and statistics: the handle, a `PowerSGDState`, `local`, or None."""
+    def remembering(self) -> Remembering:
+        """The object with memory and statistics: the handle, a `PowerSGDState`, or `local`."""
         state = self._ddp_comm_state
-        return self.local or self._sync or (state if isinstance(state, PowerSGDState) else None)
+        return self.local or (state if isinstance(state, PowerSGDState) else self.sync)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -195,25 +197,18 @@ class ThinwireStrategy(DDPStrategy):
                 f"expected a module with one optimizer, whose steps are counted, got {len(self.optimizers)}; "
                 "with several enter thinwire.LocalSGD in your own loop, with the one that steps last"
             )
-        if makes_auto(self.algorithm):
-            # Done here, since loss gaps depend on the optimizer.
-            total_steps = trainer.estimated_stepping_batches
-            self.auto = new_auto(
-                self.algorithm, self.model, self.optimizers[0], total_steps, grad_scaler=self._scaler
-            )
-            self._go_on_with(self.auto.sync)
-        else:
+        if not makes_auto(self.algorithm):
             self._make_local()
+            return
+        # Done here, since loss gaps depend on the optimizer.
+        model, (optimizer,), steps = self.model, self.optimizers, trainer.estimated_stepping_batches
+        self.auto = new_auto(self.algorithm, model, optimizer, steps, grad_scaler=_scaler_of(self))
+        self._go_on_with(self.auto.sync)
 
     def _make_local(self) -> None:
         assert not isinstance(self.algorithm, Algorithm | None)
-        self.local = new_local(self.algorithm, self.model, self.optimizers[0], self._scaler)
+        self.local = new_local(self.algorithm, self.model, self.optimizers[0], _scaler_of(self))
         self._sync, self._before = self.local.sync, None
-
-    @property
-    def _scaler(self) -> GradScaler | None:
-        # The plugin of 16-bit mixed precision has one, and no other.
-        return getattr(self.precision_plugin, "scaler", None)
 
     def on_train_start(self) -> None:
         # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
@@ -240,16 +235,15 @@ class ThinwireStrategy(DDPStrategy):
         self.local, self.auto, self._averages = None, None, None
         assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
-            register_ddp_comm_hook(
-                self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
-            )
+            hook = (self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            register_ddp_comm_hook(self.model, *hook)
             return
         # None meanwhile: if the model can't be attached, the old handle must not be taken for the new one.
         self._before, self._sync = self._sync, None
         # There are no optimizers yet: the rest is done when they are set up.
         if not isinstance(self.algorithm, Algorithm):
             return
-        self._go_on_with(attach(self.model, self.algorithm, grad_scaler=self._scaler, **self._steps))
+        self._go_on_with(attach(self.model, self.algorithm, grad_scaler=_scaler_of(self), **self._steps))
 
     def _go_on_with(self, sync: GradientSync) -> None:
         """Take what is remembered of the same module's last fit into the handle of this one."""
@@ -302,11 +296,11 @@ class ThinwireCallback(Callback):
 
     Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_nonfinite_steps`
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
-    record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that
-    went on, on any number of processes; one of other trainable parameters needs the module's
-    `strict_loading = False`. From a checkpoint that was made without Thinwire training goes on with an empty
-    residual, and a warning. If models are averaged, a checkpoint has the averaged model, and the optimizer
-    of process 0, as Lightning saves it: momentum of the others is lost.
+    record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that went on, on any number of
+    processes; one of other trainable parameters needs the module's `strict_loading = False`. From a
+    checkpoint that was made without Thinwire training goes on with an empty residual, and a warning. If
+    models are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning
+    saves it: momentum of the others is lost.
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
@@ -326,23 +320,32 @@ class ThinwireCallback(Callback):
     def __init__(self, log_every_n_steps: int = 50, elastic: Makes | None = None) -> None:
         self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, minimum=1)
         if elastic is not None and not makes_elastic(elastic):
-            such = "functools.partial(thinwire.elastic.DiLoCo, every_steps=30)"
-            raise ConfigError(f"elastic must make a member, such as {such}, got {elastic!r}")
+            raise ConfigError(
+                "elastic must make a member, such as functools.partial(thinwire.elastic.DiLoCo, "
+                f"every_steps=30), got {elastic!r}"
+            )
         self._make = elastic
         self.local: ModelAverager | None = None
         self._logged_step = 0
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        strategy, is_ours = trainer.strategy, False
-        if isinstance(strategy, ThinwireStrategy):
-            is_ours = strategy.algorithm is not None or strategy.remembering is not None
-        if self._make is not None and trainer.world_size > 1:
-            got = f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}"
-            raise ConfigError(f"{got}; pass Trainer(devices=1) and start each member by itself")
-        if self._make is None and stage == TrainerFn.FITTING and not is_ours:
-            expected = "Trainer(strategy=ThinwireStrategy(…)) with an algorithm or a PowerSGDState"
-            raise ConfigError(f"expected {expected}, got {type(strategy).__name__}")
+        if self._make is not None:
+            if trainer.world_size > 1:
+                raise ConfigError(
+                    f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}; "
+                    "pass Trainer(devices=1) and start each member by itself"
+                )
+            return
+        strategy = trainer.strategy
+        is_ours = isinstance(strategy, ThinwireStrategy) and (
+            strategy.algorithm is not None or isinstance(strategy._ddp_comm_state, PowerSGDState)
+        )
+        if stage == TrainerFn.FITTING and not is_ours:
+            raise ConfigError(
+                "expected Trainer(strategy=ThinwireStrategy(…)) with an algorithm or a PowerSGDState, got "
+                f"{type(strategy).__name__}"
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
@@ -356,8 +359,7 @@ class ThinwireCallback(Callback):
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.local = new_local(self._make, pl_module, optimizer, scaler)
+        self.local = new_local(self._make, pl_module, optimizer, _scaler_of(trainer))
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None
@@ -405,11 +407,13 @@ class ThinwireCallback(Callback):
             logger.warning(SAVED_WITHOUT, "the checkpoint")
 
 
+def _scaler_of(owner: Trainer | ThinwireStrategy) -> GradScaler | None:
+    """Return the scaler of 16-bit mixed precision; the plugins of others have none."""
+    return getattr(owner.precision_plugin, "scaler", None)
+
+
 def _remembering(trainer: Trainer) -> Remembering:
-    remembering = getattr(trainer.strategy, "remembering", None)
-    if not isinstance(remembering, GradientSync | PowerSGDState | ModelAverager):
-        raise AttachError("nothing is attached: trainer.fit() attaches when it wraps the model")
-    return remembering
+    return cast(ThinwireStrategy, trainer.strategy).remembering
 
 
 # Importing this module is what makes the name known; the registry refuses a second time.

@@ -6,21 +6,20 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from inspect import Parameter, signature
 from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from thinwire.adapters.attach import attach
 from thinwire.adapters.ddp_model import ddp_inside
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import no_algorithm
 from thinwire.comm import Layout
 from thinwire.errors import ConfigError
-from thinwire.local_sgd import elastic_local_sgd as elastic
+from thinwire.local_sgd import elastic_members as elastic
 from thinwire.local_sgd.averager import ModelAverager
+from thinwire.preload.settings import averaging_of
 from thinwire.sync import Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.torch_private import takes_step_hooks
@@ -31,49 +30,27 @@ Makes: TypeAlias = "Callable[..., ModelAverager] | Callable[..., Auto]"
 
 
 def checked_averaging(averaging: object) -> Algorithm | Makes:
-    """Return how a framework's runs are averaged: an algorithm, a `LocalSGD`'s maker, or `thinwire.auto`."""
+    """Return how a framework's runs are averaged, which may be given as text."""
+    if isinstance(averaging, str):
+        return averaging_of(averaging)
     # An algorithm's class can be called, too, and is a mistake.
-    makes_local = callable(averaging) and (
-        not isinstance(averaging, type) or issubclass(averaging, ModelAverager)
-    )
-    if not (isinstance(averaging, Algorithm) or makes_local):
+    is_class = isinstance(averaging, type) and not issubclass(averaging, ModelAverager)
+    if not isinstance(averaging, Algorithm) and (is_class or not callable(averaging)):
         raise ConfigError(
             f"got {no_algorithm(averaging)}, expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), "
             f"thinwire.auto, or what makes {A_LOCAL}"
         )
-    if isinstance(averaging, partial):
-        # It is called when the job has started and the model is wrapped: late for a mistyped name.
-        names = _names_taken(averaging.func)
-        mistyped = [name for name in averaging.keywords if names and name not in names]
-        if mistyped:
-            function = getattr(averaging.func, "__name__", averaging.func)
-            got = f"got an unexpected keyword argument {mistyped[0]!r}"
-            raise ConfigError(f"{function} {got}; it takes {', '.join(names)}")
     return averaging  # type: ignore[return-value]
-
-
-def _names_taken(function: Any) -> list[str]:
-    """Return the arguments of a function or class by name; none if it may take any."""
-    parameters = signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
-    if len(names) == len(parameters):
-        return names
-    # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
-    handed_to = attach if function is auto else getattr(function, "__base__", None)
-    others = _names_taken(handed_to) if handed_to is not None else []
-    return [*names, *(name for name in others if name not in names)] if others else []
 
 
 def checked_steps(
     take_effect: bool, host_check: HostCheck, on_nonfinite: OnNonfinite, machines: Layout
 ) -> dict[str, Any]:
     """Return the settings to give `thinwire.attach`, if it is called: those that are not its defaults."""
-    settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
-    chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
-    defaults = Settings.of()
-    steps: dict[str, Any] = {key: value for key, value in chosen.items() if value != getattr(defaults, key)}
-    if machines is not True:
-        steps["machines"] = machines
+    chosen, defaults = Settings.of(host_check=host_check, on_nonfinite=on_nonfinite), Settings.of()
+    names = ("host_check", "on_nonfinite")
+    steps = {n: getattr(chosen, n) for n in names if getattr(chosen, n) != getattr(defaults, n)}
+    steps |= {} if machines is True else {"machines": machines}
     if steps and not take_effect:
         where = "the hook's state, or to what is called: functools.partial(thinwire.auto, on_nonfinite=…)"
         raise ConfigError(f"{', '.join(steps)} would have no effect here; give it to {where}")
@@ -81,10 +58,20 @@ def checked_steps(
 
 
 def makes_auto(averaging: object) -> TypeGuard[Callable[..., Auto]]:
-    """Return whether it is `thinwire.auto`, or a `functools.partial` of it."""
-    while isinstance(averaging, partial):
-        averaging = averaging.func
-    return averaging is auto
+    """Return whether it is `thinwire.auto`, with or without settings."""
+    return _called(averaging) is auto
+
+
+def makes_elastic(averaging: object) -> bool:
+    """Return whether it makes a member that comes and goes."""
+    kind = _called(averaging)
+    return isinstance(kind, type) and issubclass(kind, elastic.LocalSGD)
+
+
+def _called(function: object) -> object:
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def new_auto(
@@ -95,13 +82,6 @@ def new_auto(
         settings["total_steps"] = int(total_steps)
     # The user's own settings come first.
     return make(model, optimizer, **settings | getattr(make, "keywords", {}))
-
-
-def makes_elastic(averaging: object) -> bool:
-    """Return whether it is a member that comes and goes, or a `functools.partial` of one's class."""
-    while isinstance(averaging, partial):
-        averaging = averaging.func
-    return isinstance(averaging, type) and issubclass(averaging, elastic.LocalSGD)
 
 
 def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> ModelAverager:

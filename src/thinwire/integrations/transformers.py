@@ -28,10 +28,9 @@ from typing import Any, cast
 import torch
 
 from thinwire.adapters.attach import attach as attach_model
-from thinwire.adapters.start import ALONE
-from thinwire.advice.automatic import Auto, auto
+from thinwire.adapters.common import ALONE
+from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.registry import parsed
 from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
 from thinwire.comm import Layout
@@ -94,32 +93,18 @@ def attach(
         trainer: Any `transformers.Trainer` that trains with DDP; or with FSDP2 over replicas and shards
             (`ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)`, for averaged models that of
             `thinwire.integrations.accelerate`; see docs/sharded.md). DeepSpeed is refused.
-        algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
-            `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
-            train on their own, and their models are averaged every few steps, before each evaluation and
-            checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
-            with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
-            without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
-            settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
-            Or what makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
-            every_steps=30)`: each member has a Trainer of one process, which stops once the members have made
-            `max_steps`; `LeftError` comes out of `train()` when it was asked to leave. Or text: "4 bits",
-            "PowerSGD(matrix_rank=4)", "auto()".
-        checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
-            it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
-        strict: Whether a checkpoint must be of just the parameters that are trained now.
-        host_check: See `thinwire.attach`, whose `grad_scaler` is the Trainer's own. False needs
-            `ddp_find_unused_parameters=False` in the arguments.
-        on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
-        machines: Which processes share a machine; see `thinwire.attach`.
+        algorithm: How gradients are averaged, or what else is done; see `ThinwireCallback`.
+        checkpoint: See `ThinwireCallback`.
+        strict: See `ThinwireCallback`.
+        host_check: See `thinwire.attach`.
+        on_nonfinite: See `thinwire.attach`.
+        machines: See `thinwire.attach`.
 
     Returns:
         The callback that has been added; its `sync` is the handle once training has begun.
 
     Raises:
-        ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
-            with what makes a `LocalSGD`, or `host_check`, `on_nonfinite` or `machines` with that or `auto`,
-            which ignore them.
+        ConfigError: `trainer` is not one, or as by `ThinwireCallback`.
         AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
             can't be attached shows in `train`.)
     """
@@ -155,16 +140,29 @@ class ThinwireCallback(TrainerCallback):
     Thinwire training goes on with an empty residual, and a warning.
 
     Args:
-        algorithm: See `attach`, as for all others.
-        checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given, if it is not one
-            of `args.output_dir`.
+        algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
+            `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
+            train on their own, and their models are averaged every few steps, before each evaluation and
+            checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
+            with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
+            without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
+            settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
+            Or what makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
+            every_steps=30)`: each member has a Trainer of one process, which stops once the members have made
+            `max_steps`; `LeftError` comes out of `train()` when it was asked to leave. Or text: "4 bits",
+            "PowerSGD(matrix_rank=4)", "auto()".
+        checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
+            it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
-        host_check: See `thinwire.attach`.
-        on_nonfinite: See `thinwire.attach`.
-        machines: See `thinwire.attach`.
+        host_check: See `thinwire.attach`, whose `grad_scaler` is the Trainer's own. False needs
+            `ddp_find_unused_parameters=False` in the arguments.
+        on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
+        machines: Which processes share a machine; see `thinwire.attach`.
 
     Raises:
-        ConfigError: As by `attach`.
+        ConfigError: `algorithm` is none of these, or `on_nonfinite` no choice; or `strict` is given with what
+            makes a `LocalSGD`, or `host_check`, `on_nonfinite` or `machines` with that or `auto`, which
+            ignore them.
 
     Examples:
         >>> import thinwire
@@ -182,13 +180,11 @@ class ThinwireCallback(TrainerCallback):
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = True,
     ) -> None:
-        if isinstance(algorithm, str):
-            from_text = parsed(algorithm)
-            algorithm = partial(auto, **from_text) if isinstance(from_text, dict) else from_text
         self.algorithm = checked_averaging(algorithm)
-        if self.averages_models and not strict:
-            raise ConfigError("strict has no effect on models that are averaged; leave it out")
         is_attached = isinstance(self.algorithm, Algorithm)
+        self._averages_models = not is_attached and not makes_auto(self.algorithm)
+        if self._averages_models and not strict:
+            raise ConfigError("strict has no effect on models that are averaged; leave it out")
         self._steps = checked_steps(is_attached, host_check, on_nonfinite, machines)
         self._checkpoint, self._strict = checkpoint, strict
         self._trainer: Trainer | None = None
@@ -210,7 +206,7 @@ class ThinwireCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
         # In one process nothing is attached, and there is nothing to find.
-        if args.world_size > 1 or self.averages_models:
+        if args.world_size > 1 or self._averages_models:
             self.enter(self._found(state))
 
     def _found(self, state: TrainerState) -> Trainer:
@@ -250,7 +246,7 @@ class ThinwireCallback(TrainerCallback):
                     "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
                     "parallelism_config=…) with a ParallelismConfig of thinwire.integrations.accelerate"
                 )
-        if self.averages_models and trainer.args.ddp_find_unused_parameters is None:
+        if self._averages_models and trainer.args.ddp_find_unused_parameters is None:
             # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
             trainer.args.ddp_find_unused_parameters = False
             if trainer.accelerator.ddp_handler is not None:  # Transformers 4 makes it when it trains
@@ -276,7 +272,7 @@ class ThinwireCallback(TrainerCallback):
         options = self._replicas(trainer)
         # The step is the checkpoint's here: the Trainer has resumed.
         folder = self._resumed_folder(args, state) if state.global_step > 0 else None
-        if self.averages_models:
+        if self._averages_models:
             self._average_models(trainer, partial(cast(Makes, self.algorithm), **options), folder)
             return
         # A second train() goes on with the same one.
@@ -341,18 +337,13 @@ class ThinwireCallback(TrainerCallback):
         logs.update(metrics)
         state.log_history[-1].update(metrics)
 
-    @property
-    def averages_models(self) -> bool:
-        """Whether models are averaged, and not gradients."""
-        return not isinstance(self.algorithm, Algorithm) and not makes_auto(self.algorithm)
-
     def _replicas(self, trainer: Trainer) -> dict[str, Any]:
         """Return where an FSDP2 model's replicas are, as an argument; nothing if a partial has it."""
         chosen = getattr(self.algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
         if chosen or not trainer.is_fsdp_enabled:
             return {}
         mesh = trainer.accelerator.torch_device_mesh["dp_replicate"]
-        return {"mesh" if self.averages_models else "replicas": mesh}
+        return {"mesh" if self._averages_models else "replicas": mesh}
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Return the checkpoint's folder; None if it was saved without Thinwire."""
@@ -362,7 +353,7 @@ class ThinwireCallback(TrainerCallback):
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             resumes = f"training resumes at step {state.global_step}, but not from {folder}"
             raise StateError(f"{resumes}; tell where from: attach(…, checkpoint=…)")
-        files = STATE_NAME if self.averages_models else LOCAL_NAME.format("*")
+        files = STATE_NAME if self._averages_models else LOCAL_NAME.format("*")
         if not any(folder.glob(files)):
             logger.warning(SAVED_WITHOUT, folder)
             return None

@@ -11,6 +11,7 @@ import torch
 from thinwire.kernels.matrices import MatmulBatch, Reconstruction, Rows, Subtraction, Write
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded
+from thinwire.tensors.entries import EntryLayout
 from thinwire.tensors.rounding import RandomBits
 
 # The largest matrix rank that Numba serves. It stands here to be known without importing Numba.
@@ -124,66 +125,43 @@ class CodeKernels:
     """
 
 
-class SentEntries(NamedTuple):
-    """The entries of a bucket that all members have sent."""
+@dataclass(eq=False)
+class TopKQuery:
+    """A bucket in a step that averages few of its entries."""
 
-    indices: torch.Tensor  # in the bucket, int64, (members, entries); of each member no index twice
-    values: torch.Tensor  # of the entries, to be added
-    sent: torch.Tensor  # as they were sent: a member that has sent zero has sent nothing
-    by_senders: bool  # whether each sum is divided by the members that have sent something
-
-
-class EntryLayout(NamedTuple):
-    """The indices of a bucket's chunks, and of what is sent of them in a message."""
-
-    # It has for each chunk, int64, (6, chunks): where it begins in the bucket, marks less entries before,
-    # entries, elements, entries before, and its number in the order of the bucket.
-    table: torch.Tensor
-    chunks: int
-    entries: int
-    most: tuple[int, int, int]  # of a chunk: elements, entries, marks
-    low_bits: int  # of each position that are sent as they are, in front of its code
-    code_bits: int
-    stream_bytes: tuple[int, int, int]  # of marks, of words, and of scales, in the order of a message
-    num_bytes: int  # of a message
-    is_aligned: bool  # whether all chunks begin and end at a multiple of 8 elements
-
-
-class TopKQuery(NamedTuple):
-    """The values of a bucket that a member wants to send."""
-
-    flat: torch.Tensor  # gradients
-    error: torch.Tensor  # its residuals in fp32, as long
-    decay: float  # what these are multiplied by
+    layout: EntryLayout
+    flat: torch.Tensor  # gradients; at last the mean
+    error: torch.Tensor  # residuals, fp32 or fp64, as long; at last what was not sent
+    decay: float  # what residuals are multiplied by
     loss_scale: torch.Tensor | None  # what gradients are divided by
-
-
-class ScatterArgs(NamedTuple):
-    """The end of a step for a bucket: its mean, and its residuals."""
-
-    wanted: TopKQuery  # the mean is written to its gradients, and to its residuals what was not sent
     rank: int  # this member's
-    by_senders: bool  # as of `SentEntries`
-    less: torch.Tensor  # takes how much less the squares of each chunk's residual have become, fp64
-    is_healthy: torch.Tensor | None  # one bool: if it is false, only gradients are written: NaN
+    by_senders: bool  # whether sums are divided by the members that have sent something, not by all
+    wanted: torch.Tensor | None = None  # gradient plus residual, if `encode` keeps it for `merge`
 
 
 @dataclass(frozen=True, eq=False)
-class EntryPasses:
-    """All of averaging few entries, in few launches; of gradients in fp32 or 16 bits."""
+class EntryKernels:
+    """The arithmetic of averaging few entries. Gradients may be overwritten by the first of them."""
 
     serves: Callable[[EntryLayout], bool]
     """Whether chunks are short enough."""
 
-    encoded: Callable[[TopKQuery, EntryLayout], torch.Tensor]
-    """This member's message, uint8, of the entries of largest magnitude."""
+    encode: Callable[[TopKQuery], torch.Tensor]
+    """This member's message, uint8: of each chunk the entries of largest magnitude."""
 
-    decoded: Callable[[torch.Tensor, EntryLayout], tuple[torch.Tensor, torch.Tensor]]
-    """Positions in their chunks and values of what members have sent, (members, entries); not finite where
-    something of a chunk was not."""
+    decode: Callable[[TopKQuery, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """Where entries of all members belong, as `merge` takes it, and values, (members, entries).
 
-    merge: Callable[[ScatterArgs, tuple[torch.Tensor, torch.Tensor], EntryLayout], None]
-    """Turns gradients into the mean of what was sent."""
+    Of a chunk that has anything that is not finite, no value is finite. A value of zero was not sent.
+    """
+
+    merge: Callable[[TopKQuery, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor | None], None]
+    """Writes the mean of what was sent to gradients, what was not sent to residuals, and by how much less the
+    squares of each chunk's residual have become; if it is given a bool that is false, only NaN to gradients.
+    """
+
+    commits_on_device: bool = False
+    """Whether `merge` takes that bool."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,4 +170,4 @@ class Tables:
 
     low_rank: Kernels
     codes: CodeKernels
-    entries: EntryPasses | None = None
+    entries: EntryKernels

@@ -12,12 +12,14 @@ from typing import cast
 
 import torch
 
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryPasses, Kernels, Tables
-from thinwire.kernels.batching import group_indices
+from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryKernels, Kernels, Tables
 from thinwire.kernels.torch_codes import CODES
+from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.tensors import accelerators
+from thinwire.tensors.entries import EntryLayout
+from thinwire.tensors.layout import group_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,7 @@ def _load_triton() -> Tables:
 
 
 # One for the process: groups are put together by the kernels that serve them.
-TORCH_TABLES = Tables(LOW_RANK, CODES)
+TORCH_TABLES = Tables(LOW_RANK, CODES, ENTRIES)
 
 NUMBA = Backend("Numba", _load_numba, lambda: str(import_module("numba").__version__), _numba_serves)
 TRITON = Backend(
@@ -122,9 +124,10 @@ def code_kernels_for(like: torch.Tensor) -> CodeKernels:
     return _serving(like, None)[1].codes
 
 
-def entry_passes_for(like: torch.Tensor) -> EntryPasses | None:
-    """Return the passes that serve averaging of few entries of a tensor like this one, if there are some."""
-    return _serving(like, None)[1].entries
+def entry_kernels_for(like: torch.Tensor, layout: EntryLayout) -> EntryKernels:
+    """Return the kernels that serve averaging of few entries of a tensor like this one."""
+    kernels = _serving(like, None)[1].entries
+    return kernels if kernels.serves(layout) else ENTRIES
 
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:

@@ -61,7 +61,8 @@ Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
 
 
-class MatmulBatch(NamedTuple):
+@dataclass(eq=False)
+class MatmulBatch:
     """A group that is to be multiplied by a factor."""
 
     group: MatrixGroup
@@ -72,14 +73,16 @@ class MatmulBatch(NamedTuple):
     out: torch.Tensor | None = None  # room for the result, which backends of accelerators take
 
 
-class Subtraction(NamedTuple):
+@dataclass(eq=False)
+class Subtraction:
     """A group from which is to be taken what an iteration has sent of it."""
 
     group: MatrixGroup
     factors: Factors
 
 
-class Reconstruction(NamedTuple):
+@dataclass(eq=False)
+class Reconstruction:
     """A group that is to become the mean: every matrix is M less what all terms but the last have sent."""
 
     group: MatrixGroup
@@ -92,7 +95,8 @@ class Reconstruction(NamedTuple):
     is_healthy: torch.Tensor | None = None
 
 
-class Write(NamedTuple):
+@dataclass(eq=False)
+class Write:
     """A write to a tensor at the end of a step; both are contiguous."""
 
     target: torch.Tensor
@@ -101,7 +105,8 @@ class Write(NamedTuple):
     is_healthy: torch.Tensor | None  # as of `Reconstruction`
 
 
-class Rows(NamedTuple):
+@dataclass(eq=False)
+class Rows:
     """Factors whose rows are to become orthonormal."""
 
     # fp32 or fp64, (matrices, rows, columns), few rows and many columns; given away if any are drawn.

@@ -16,7 +16,6 @@ import torch
 from torch.nn.functional import pad, threshold
 
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.batching import group_indices, in_order, split_as
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
     MatmulBatch,
@@ -27,7 +26,7 @@ from thinwire.kernels.matrices import (
     Write,
 )
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import concat_view, stack_view
+from thinwire.tensors.layout import concat_view, group_indices, split_as, stack_view
 
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
@@ -40,11 +39,12 @@ SUM: dict[int, Callable[..., torch.Tensor]] = {2: torch.addmm, 3: torch.baddbmm}
 def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once, and write it once if its residual is added."""
     lefts = []
-    for group, right, loss_scale, add_error, _ in items:
+    for item in items:
+        group, right = item.group, item.factor
         # It has the factor's type: the message is made of what is written here, without a copy.
         left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
-        for k, rows, matrix, error in _parts(group.matrices, group.errors if add_error else None):
-            _add_scaled(matrix, error, loss_scale)
+        for k, rows, matrix, error in _parts(group.matrices, group.errors if item.add_error else None):
+            _add_scaled(matrix, error, item.loss_scale)
             # The last bits of MKL's M Qᵀ depend on where in a bucket the matrix lies.
             PRODUCT[matrix.dim()](right[k], matrix.mT, out=left[k, :, rows])
         lefts.append(left)
@@ -54,10 +54,11 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once; if its residual is added, that is done before."""
     owns = []
-    for group, left, loss_scale, add_error, _ in items:
+    for item in items:
+        group, left = item.group, item.factor
         own = left.new_empty(len(left), group.matrix_rank, group.matrices[0].shape[1])
-        if add_error:
-            add_errors(group, loss_scale)
+        if item.add_error:
+            add_errors(group, item.loss_scale)
         for k, _, matrix, _ in _parts(group.matrices, are_cut=False):
             PRODUCT[matrix.dim()](left[k], matrix, out=own[k])
         owns.append(own)
@@ -78,9 +79,9 @@ def _add_scaled(matrix: torch.Tensor, error: torch.Tensor | None, loss_scale: to
 
 def subtract_own(items: Sequence[Subtraction]) -> None:
     """Read and write every matrix once."""
-    for group, factors in items:
-        lefts, rights = factors.sent
-        for k, rows, matrix, _ in _parts(group.matrices):
+    for item in items:
+        lefts, rights = item.factors.sent
+        for k, rows, matrix, _ in _parts(item.group.matrices):
             SUM[matrix.dim()](matrix, lefts[k, :, rows].mT, rights[k], alpha=-1, out=matrix)
 
 
@@ -147,11 +148,11 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     # dependent ones the second takes out.
     once = _orthonormal_pass(list(map(_in_double, batches)), are_scaled=False)
     twice = _orthonormal_pass(once, are_scaled=True)
-    results = [
-        basis.to(batch[0].rows).split_with_sizes([len(item.rows) for item in batch])
-        for basis, batch in zip(twice, batches, strict=True)
-    ]
-    return in_order(shapes, results)
+    results: dict[int, torch.Tensor] = {}
+    for shape, basis, batch in zip(shapes, twice, batches, strict=True):
+        bases = basis.to(batch[0].rows).split_with_sizes([len(item.rows) for item in batch])
+        results.update(zip(shape, bases, strict=True))
+    return [results[index] for index in indices]
 
 
 def _in_double(batch: Sequence[Rows]) -> torch.Tensor:

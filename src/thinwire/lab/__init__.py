@@ -24,7 +24,6 @@ __all__ = ["SECONDS", "LinkSpec", "Network", "check_machine", "number_with_unit"
 MAX_MACHINES = 200
 BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-SHARES = {"%": 0.01}
 # Bytes that may pass at once after a pause: as few as can be, or short messages would not meet the rate.
 # But a packet that is handed to the link may have 64 KiB, and a busy kernel may be a millisecond late.
 MIN_BURST_BYTES = 68 * 2**10
@@ -63,20 +62,18 @@ class LinkSpec:
     @property
     def bits_per_second(self) -> float | None:
         """The rate as a number."""
-        if self.rate is None:
-            return None
         known = "a rate is like 100mbit, 1gbit or 500kbit, from 100kbit to 100gbit"
-        return number_with_unit(self.rate.lower(), BITS, 1e5, 1e11, known)
+        return None if self.rate is None else number_with_unit(self.rate.lower(), BITS, 1e5, 1e11, known)
 
     @property
     def delays(self) -> Delays:
         """The delays and losses of a packet between two machines. A round trip is two ways."""
         known = "a duration is like 20ms, 500us or 0.1s, up to 2s"
         latency, jitter = (
-            number_with_unit(text, SECONDS, 0, 2, known) for text in (self.latency, self.jitter)
+            number_with_unit(time, SECONDS, 0, 2, known) for time in (self.latency, self.jitter)
         )
-        loss = number_with_unit(self.loss, SHARES, 0, 0.5, "a loss is a percentage such as 0.1%, up to 50%")
-        return Delays(latency / 2, jitter / 2, loss)
+        known = "a loss is a percentage such as 0.1%, up to 50%"
+        return Delays(latency / 2, jitter / 2, number_with_unit(self.loss, {"%": 0.01}, 0, 0.5, known))
 
     def shaping(self) -> list[str]:
         """Return the queue of what a machine sends, for `tc qdisc add dev … root`; empty without a rate.
@@ -106,8 +103,8 @@ class Network:
     """Machines with processes, all behind links of one kind, but for the rates of `slow_machines`.
 
     While open, the network stands. Each machine is a namespace; the processes on it reach each other by its
-    loopback. What joins the links is in a namespace of the lab's: a bridge, or a relay if packets are to be
-    late or lost.
+    loopback. The links meet in a namespace of the lab's, at a bridge, or a relay if packets are to be late or
+    lost.
     """
 
     def __init__(
@@ -119,9 +116,9 @@ class Network:
         slow_machines: Mapping[int, str] | None = None,
     ) -> None:
         self.machines = whole_number("machines", machines, minimum=1)
-        self.processes_per_machine = whole_number("processes_per_machine", processes_per_machine, minimum=1)
         if machines > MAX_MACHINES:
             raise ConfigError(f"machines must be at most {MAX_MACHINES}, got {machines}")
+        self.processes_per_machine = whole_number("processes_per_machine", processes_per_machine, minimum=1)
         self.processes = machines * processes_per_machine
         self.links = [link or LinkSpec()] * machines
         for machine, rate in (slow_machines or {}).items():
@@ -142,12 +139,19 @@ class Network:
             # A namespace is gone when no process is left in there.
             opened.callback(_end, self._core.holder)
             self._run_in_core("link", "set", "lo", "up")
+            ends = [f"machine{machine}" for machine in range(self.machines)]
             for machine in range(self.machines):
                 # Within the core's user namespace, so that the core may put ends of links into it.
                 self._namespaces.append(Namespace(self._core))
                 opened.callback(_end, self._namespaces[machine].holder)
                 self._add_link(machine)
-            self._join_links(opened)
+            if self.has_relay:
+                opened.callback(_end, _held(self._core.command(*self.delays.command(ends)), relay.READY))
+            else:
+                self._run_in_core("link", "add", "core", "type", "bridge")
+                self._run_in_core("link", "set", "core", "up")
+                for end in ends:
+                    self._run_in_core("link", "set", end, "master", "core")
             self._open = opened.pop_all()
         return self
 
@@ -159,12 +163,7 @@ class Network:
         return f"10.77.0.{machine + 1}"
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """Return the variables that torchrun would set for a process, and the interface to use.
-
-        Examples:
-            >>> Network(machines=2, processes_per_machine=2).environment(3)["LOCAL_RANK"]
-            '1'
-        """
+        """Return the variables that torchrun would set for a process, and the interface to use."""
         machine, local_rank = divmod(rank, self.processes_per_machine)
         # Otherwise Gloo would look for the address of this computer's name, which no namespace has.
         variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
@@ -177,7 +176,7 @@ class Network:
         """Return a command line that runs `command`, or what is written behind it, on a machine."""
         return self._namespaces[machine].command(*command)
 
-    def kept_command(self, machine: int, *command: str) -> list[str]:
+    def contained_command(self, machine: int, *command: str) -> list[str]:
         """Return a command line that runs `command` on a machine; all that it has started ends with it."""
         # A PID namespace: when its first process ends, the kernel kills all others in there, in other
         # sessions as well. That is a shell, for a first process hears no signal that it does not handle; it
@@ -195,14 +194,15 @@ class Network:
         server = _held(self.command_in(1, *script, "serve"), link_check.READY)
         try:
             measuring = [*script, "measure", self.address(1), str(CHECK_SECONDS)]
-            measured = json.loads(_run(*self.command_in(0, *measuring)))
+            round_trip, rate = json.loads(_run(*self.command_in(0, *measuring)))
         finally:
             _end(server)
         link, delays = self.links[0], self.links[0].delays
-        round_trip, rate = measured["round_trip_seconds"], measured["bits_per_second"]
         # Packets on their way arrive; they are not the command's.
         time.sleep(QUEUE_SECONDS + round_trip)
-        self._checked_bytes = list(map(self._counted_bytes, range(self.machines)))
+        self._checked_bytes = [
+            before + self.sent_bytes(machine) for machine, before in enumerate(self._checked_bytes)
+        ]
         result = f"a round trip takes {1e3 * round_trip:.1f} ms, and a machine sends {rate / 1e6:.1f} Mbit/s"
         allowed_seconds = max(TOLERANCE * 2 * delays.seconds, MIN_TOLERANCE_SECONDS)
         is_late = abs(round_trip - 2 * delays.seconds) > allowed_seconds + 2 * delays.jitter_seconds
@@ -217,24 +217,18 @@ class Network:
 
     def sent_bytes(self, machine: int) -> int:
         """Return the bytes a machine has sent, by its interface: with headers and acknowledgements."""
-        return self._counted_bytes(machine) - self._checked_bytes[machine]
-
-    def _counted_bytes(self, machine: int) -> int:
         show = ["ip", "-json", "-statistics", "link", "show", "dev", INTERFACE]
         (interface,) = json.loads(_run(*self.command_in(machine, *show)))
-        return int(interface["stats64"]["tx"]["bytes"])
+        return int(interface["stats64"]["tx"]["bytes"]) - self._checked_bytes[machine]
 
     def _add_link(self, machine: int) -> None:
         """Make a machine's link, whose other end is not joined to anything yet."""
         peer = ["peer", "name", INTERFACE, "netns", str(self._namespaces[machine].holder.pid)]
         self._run_in_core("link", "add", f"machine{machine}", "type", "veth", *peer)
         self._run_in_core("link", "set", f"machine{machine}", "up")
-        commands = [
-            ["ip", "link", "set", "lo", "up"],
-            # /24: machines find each other without routes; MAX_MACHINES keeps to it.
-            ["ip", "addr", "add", f"{self.address(machine)}/24", "dev", INTERFACE],
-            ["ip", "link", "set", INTERFACE, "up"],
-        ]
+        # /24: machines find each other without routes; MAX_MACHINES keeps to it.
+        address = ["ip", "addr", "add", f"{self.address(machine)}/24", "dev", INTERFACE]
+        commands = [["ip", "link", "set", "lo", "up"], address, ["ip", "link", "set", INTERFACE, "up"]]
         # Shaped where it is sent, in the machine's own queue: its sockets feel the slow link, as they would
         # feel a real one's driver.
         if shaping := self.links[machine].shaping():
@@ -244,16 +238,6 @@ class Network:
             commands.append(["ip", "link", "set", INTERFACE, "gso_max_segs", "1"])
         for command in commands:
             _run(*self.command_in(machine, *command))
-
-    def _join_links(self, opened: ExitStack) -> None:
-        ends = [f"machine{machine}" for machine in range(self.machines)]
-        if self.has_relay:
-            opened.callback(_end, _held(self._core.command(*self.delays.command(ends)), relay.READY))
-            return
-        self._run_in_core("link", "add", "core", "type", "bridge")
-        self._run_in_core("link", "set", "core", "up")
-        for end in ends:
-            self._run_in_core("link", "set", end, "master", "core")
 
     def _run_in_core(self, *arguments: str) -> None:
         _run(*self._core.command("ip", *arguments))
@@ -284,10 +268,8 @@ def _allowed_flags() -> list[str]:
     for flags in tries if os.geteuid() == 0 else tries[1:]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
             return flags
-    raise ConfigError(
-        "the lab can't make a network namespace: run it as root (in a container with --privileged), or allow "
-        "unprivileged user namespaces, as docs/lab.md says"
-    )
+    do = "run it as root (in a container with --privileged), or allow unprivileged user namespaces"
+    raise ConfigError(f"the lab can't make a network namespace: {do}, as docs/lab.md says")
 
 
 def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
@@ -312,8 +294,7 @@ def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
 
 def _end(part: subprocess.Popen[str]) -> None:
     part.kill()
-    # Waited for, or a zombie would stay until the lab ends.
-    part.wait()
+    part.wait()  # or a zombie would stay until the lab ends
 
 
 def _run(*command: str) -> str:

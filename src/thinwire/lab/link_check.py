@@ -34,7 +34,7 @@ def serve() -> None:
         _repeat(partial(server.accept()[0].recv, 2**20))
 
 
-def measure(address: str, seconds: float) -> dict[str, float]:
+def measure(address: str, seconds: float) -> tuple[float, float]:
     """Return a round trip's seconds, and the bits per second that leave this machine's interface."""
     round_trip = _round_trip_seconds(address)
     connections = [socket.create_connection((address, PORT)) for _ in range(CONNECTIONS)]
@@ -45,11 +45,10 @@ def measure(address: str, seconds: float) -> dict[str, float]:
     time.sleep(max(MIN_RAMP_SECONDS, RAMP_ROUND_TRIPS * round_trip))
     start, sent_bytes = time.monotonic(), _sent_bytes()
     time.sleep(seconds)
-    rate = 8 * (_sent_bytes() - sent_bytes) / (time.monotonic() - start)
-    return {"round_trip_seconds": round_trip, "bits_per_second": rate}
+    return round_trip, 8 * (_sent_bytes() - sent_bytes) / (time.monotonic() - start)
 
 
-def _repeat(call: Callable[[], int | bytes]) -> Thread:
+def _repeat(call: Callable[[], int | bytes]) -> None:
     """Call it again and again in a thread, as long as some bytes are sent or received."""
 
     def run() -> None:
@@ -57,9 +56,7 @@ def _repeat(call: Callable[[], int | bytes]) -> Thread:
             while call():
                 pass
 
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+    Thread(target=run, daemon=True).start()
 
 
 def _round_trip_seconds(address: str) -> float:

@@ -4,8 +4,7 @@ An `averager` counts the steps of a loop. At those that its `schedule` says, a `
 `contributor` puts in, over a group: one that never changes, or (`elastic_membership`) whoever is there.
 """
 
-from thinwire.local_sgd.diloco import DiLoCo
-from thinwire.local_sgd.local_sgd import LocalSGD
+from thinwire.local_sgd.local_sgd import DiLoCo, LocalSGD
 from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
 
 __all__ = ["DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"]

@@ -14,7 +14,7 @@ from thinwire.errors import AgreementError, LeftError, StepError
 from thinwire.local_sgd.contributor import Contributor
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import described_together
-from thinwire.local_sgd.inner_settings import InnerSettings, difference, set_otherwise
+from thinwire.local_sgd.inner_optimizers import InnerSettings, difference
 from thinwire.local_sgd.member_status import MemberStatus
 
 logger = logging.getLogger(__name__)
@@ -41,17 +41,8 @@ class Admission:
         self._group, self._contributor, self._kind, self._leave = group, contributor, kind, leave
         self._warned = ""  # of its optimizers' settings
 
-    def check(self, statuses: Sequence[MemberStatus], settings: InnerSettings) -> None:
-        """Refuse what is not finite, and optimizers that are set otherwise. Collective if some are."""
-        error = StepError(
-            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
-            "was averaged, and it has left. Find what diverged; started again, it takes the others' model"
-        )
-        self._refuse([not status.is_finite for status in statuses], "are not finite", error)
-        self._check_settings(statuses, settings)
-
     def check_number(self, statuses: Sequence[MemberStatus]) -> None:
-        # First: if some had enough and others had not, some would send, and others meet again.
+        """Refuse other `min_members` first: else some would send, and others ask for a quorum again."""
         own = self._group.min_members
         needed = [status.min_members for status in statuses if not status.is_new]
         usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
@@ -71,14 +62,27 @@ class Admission:
             there = "1 member is" if len(statuses) == 1 else f"{len(statuses)} members are"
             raise TooFewError(f"{there} there, and min_members={own} are needed")
 
-    def _check_settings(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
-        """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
-        # Newcomers are given theirs.
-        if len({status.inner_settings for status in statuses if not status.is_new}) < 2:
+    def check(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
+        """Refuse what is not finite, and optimizers that are set otherwise. Collective if some are."""
+        error = StepError(
+            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
+            "was averaged, and it has left. Find what diverged; started again, it takes the others' model"
+        )
+        self._refuse([not status.is_finite for status in statuses], "are not finite", error)
+        # Newcomers are given the others' settings.
+        old = [rank for rank, status in enumerate(statuses) if not status.is_new]
+        if len({statuses[rank].inner_settings for rank in old}) < 2:
             return
         data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
         everyone: list[InnerSettings] = list(map(json.loads, data))
-        usual, others = set_otherwise(everyone, statuses)
+        # The settings count that most of those have who are here for longest.
+        longest = max(statuses[rank].averagings for rank in old)
+        oldest = [rank for rank in old if statuses[rank].averagings == longest]
+        counts = Counter(statuses[rank].inner_settings for rank in oldest)
+        usual = max(oldest, key=lambda rank: counts[statuses[rank].inner_settings])
+        # At other steps a schedule has other values.
+        alike = [rank for rank in old if statuses[rank].step == statuses[usual].step]
+        others = [rank for rank in alike if difference(everyone[rank], everyone[usual])]
         if not others:
             return
         words = (
@@ -93,18 +97,8 @@ class Admission:
             self._warned = words
             logger.warning("%s", words)
 
-    def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
-        """Let some members leave with an error, and the others try again without them."""
-        if are_refused[self._group.control.rank]:
-            # Before it is raised: the others meet again at once, and should not wait for this member.
-            self._leave()
-            raise error
-        ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
-        if ranks:
-            raise TryAgainError(f"members {ranks} {why}, and are refused")
-
     def agree(self, statuses: Sequence[MemberStatus]) -> None:
-        """Refuse a member that is configured otherwise than those who were here before."""
+        """Refuse a member that is configured otherwise than those who were here before. Collective."""
         group, purpose = self._group, "joining a group"
         description = {"group": group.kind, "kind": self._kind, **self._contributor.description()}
         described = described_together(description, group)
@@ -121,3 +115,13 @@ class Admission:
         except AgreementError as error:
             refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
         self._refuse([text != usual for text in texts], "are configured otherwise", refused)
+
+    def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
+        """Let some members leave with an error, and the others try again without them."""
+        if are_refused[self._group.control.rank]:
+            # Before it is raised: the others ask for a quorum at once, and should not wait for this member.
+            self._leave()
+            raise error
+        ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
+        if ranks:
+            raise TryAgainError(f"members {ranks} {why}, and are refused")

@@ -6,35 +6,29 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, way_in
 from thinwire.algorithms import Algorithm
-from thinwire.checks import checked_scaler, shown
+from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments, fragments_of
-from thinwire.local_sgd.inner_optimizers import check_keeps_to_itself
-from thinwire.local_sgd.loaded_weights import Loads
-from thinwire.local_sgd.outer import Outer, held_by, new_outer
+from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, Fragments, fragments_of
+from thinwire.local_sgd.outer import Outer, new_outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.schedule import Schedule
 from thinwire.local_sgd.settings import Nesterov
-from thinwire.sync.settings import checked_on_nonfinite
+from thinwire.local_sgd.training_loop import LoadedWeights
 from thinwire.sync.state import DTYPES
-from thinwire.torch_private import non_persistent_buffers, takes_step_hooks, uncompiled
+from thinwire.torch_private import non_persistent_buffers, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 @dataclass(eq=False)
@@ -50,7 +44,7 @@ class AveragedModel:
     make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # in place of its values
-    loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
+    loads: LoadedWeights = field(default_factory=LoadedWeights)  # inside the context
 
     def tensors(self) -> list[Averaged]:
         """Return the averaged tensors as they are now: trainable parameters, saved floating buffers if asked.
@@ -106,12 +100,10 @@ class AveragedModel:
         inner = None if subgroup is None else transport_of(subgroup)
         # Other transports do not say who is at their ends.
         if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
-            members, others = (
-                set(dist.get_process_group_ranks(transport.group)) for transport in (group, inner)
-            )
-            if others - members:
+            members, local = (set(dist.get_process_group_ranks(it.group)) for it in (group, inner))
+            if local - members:
                 raise ConfigError(
-                    f"processes {sorted(others - members)} of the subgroup are not in the process group; "
+                    f"processes {sorted(local - members)} of the subgroup are not in the process group; "
                     "make subgroups of it: torch.distributed.new_subgroups(group_size=…)"
                 )
         return group, inner
@@ -125,7 +117,9 @@ class AveragedModel:
         parts = fragments_of(averaged, schedule.streaming.fragments)
         self.fragments = Fragments(Fragment(part, device) for part in parts)
         if make is not None:
-            parameters = self.fragments.outer_parameters(averaged)
+            lasts = {tensor.name: last for tensor, last in self.fragments.lasts}
+            # In one order, however many fragments there are: so that its state fits any number.
+            parameters = [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
             self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
 
     @contextmanager
@@ -146,26 +140,27 @@ class AveragedModel:
                 tensor.value.copy_(value)
             self.shows_average = False
 
-    def check_own(self, call: str) -> None:
-        """Refuse a call while the model holds the last averages."""
-        # A step would change the average, and be lost when the model's own values come back.
-        if self.shows_average:
-            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
-
     def enter(self, averaged: Iterable[Averaged]) -> None:
         """Take note of what is averaged from now on."""
-        self.entered = {tensor.name: tensor.identity for tensor in averaged}
+        self.entered = _identities(averaged)
 
     def check_unchanged(self) -> None:
         """Refuse to go on with other tensors than on entry."""
         # A message is flat: with other tensors its parts would be taken for those of their neighbours.
-        now = {tensor.name: tensor.identity for tensor in self.tensors()}
-        changed = sorted({name for name, _ in self.entered.items() ^ now.items()})
+        changed = sorted({name for name, _ in self.entered.items() ^ _identities(self.tensors()).items()})
         if changed:
             raise StepError(
                 f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
                 "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
             )
+
+
+def _identities(averaged: Iterable[Averaged]) -> dict[str, object]:
+    """Return what must stay of each tensor: object, shape, type and device."""
+    return {
+        name: (id(tensor), tuple(value.shape), value.dtype, value.device)
+        for name, tensor, value in ((item.name, item.tensor, item.value) for item in averaged)
+    }
 
 
 def _check_values(averaged: Iterable[Averaged]) -> None:
@@ -211,56 +206,5 @@ def replica_of(
         raise ConfigError(
             "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
         )
-    made: Replica = import_module("thinwire.local_sgd.sharded_replica").new_replica(module, replicas)
-    return made
-
-
-def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) -> None:
-    """Refuse settings of gradients if none are averaged, or not by all."""
-    checked_scaler(grad_scaler)
-    on_nonfinite = checked_on_nonfinite(schedule.warmup.on_nonfinite, grad_scaler)
-    if on_nonfinite != "nan" and not schedule.has_ddp:
-        raise ConfigError(
-            f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
-            "is a plain module, whose parameters are averaged; leave it out"
-        )
-    if on_nonfinite == "raise" and schedule.has_subgroup:
-        raise ConfigError(
-            'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
-            'raise; use "zero"'
-        )
-
-
-def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse the optimizer of a different model."""
-    if not held_by(optimizer) & {id(parameter) for parameter in parameters}:
-        raise ConfigError(
-            "the optimizer holds none of the model's trainable parameters; build it from this model: "
-            "optimizer = torch.optim.SGD(model.parameters(), …)"
-        )
-
-
-def checked_optimizers(
-    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module, replica: Replica
-) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
-    optimizers = tuple(given) if isinstance(given, list | tuple) else (given,)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
-        check_keeps_to_itself(optimizer, is_sharded=replica.is_sharded)
-        if not takes_step_hooks(optimizer):
-            raise ConfigError(
-                f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
-            )
-        check_trains(optimizer, (parameter.tensor for parameter in averaged))
-        # Fewer than the model's are fine: an optimizer that is not passed may train the others.
-        foreign = len(held_by(optimizer) - {id(p) for p in module.parameters()})
-        if foreign:
-            raise ConfigError(
-                f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
-                "averaged; put all that is trained into one module and pass that"
-            )
-    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
-        raise ConfigError(f"expected one optimizer or several, each once, got {list(optimizers)}")
-    return optimizers
+    replica: Replica = import_module("thinwire.local_sgd.sharded_replica").new_replica(module, replicas)
+    return replica

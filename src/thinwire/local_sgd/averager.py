@@ -39,11 +39,12 @@ class Averager(AbstractContextManager[Any]):
         observers: Called after every step, with True.
     """
 
-    def __init__(self, contributor: Contributor, membership: Membership, sync: GradientSync) -> None:
+    def __init__(self, contributor: Contributor, membership: Membership) -> None:
         super().__init__()
-        self._contributor, self._membership, self.sync = contributor, membership, sync
+        self._contributor, self._membership = contributor, membership
         self._model, self._optimizers = contributor.model, contributor.optimizers
         self._engine = contributor.engines[0]
+        self.sync: GradientSync = self._model.replica.sync_of(self._engine)
         self.observers: list[Callable[[bool], None]] = []
         self._attached = ExitStack()
         self._is_inside = False
@@ -91,7 +92,9 @@ class Averager(AbstractContextManager[Any]):
         """Refuse a call of a member that has left, or while the model shows the last average."""
         if self._membership.has_left:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
-        self._model.check_own(call)
+        # A step would change the average, and be lost when the model's own values come back.
+        if self._model.shows_average:
+            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
 
     def _check_inside(self, call: str) -> None:
         """Refuse a call outside the context, or with a model that has changed."""
@@ -155,14 +158,8 @@ class ModelAverager(Averager):
 
     _contributor: ModelChanges
 
-    def __init__(
-        self,
-        changes: ModelChanges,
-        membership: Membership,
-        sync: GradientSync,
-        grad_scaler: GradScaler | None,
-    ) -> None:
-        super().__init__(changes, membership, sync)
+    def __init__(self, changes: ModelChanges, membership: Membership, grad_scaler: GradScaler | None) -> None:
+        super().__init__(changes, membership)
         self._schedule, self._grad_scaler = changes.schedule, grad_scaler
         self._copies = CopiesOfWeights()
         self._warned_for: Algorithm | None = None  # for which the outer momentum was looked at
@@ -227,7 +224,7 @@ class ModelAverager(Averager):
 
     @contextmanager
     def _collective(self, call: str) -> Iterator[None]:
-        """Check the model first; if anything fails inside, forget what is under way."""
+        """Check the model first; if anything fails inside, forget what is pending."""
         self._check_inside(call)
         self._check_copies()
         self._check_momentum(stacklevel=4)

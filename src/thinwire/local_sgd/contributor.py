@@ -15,8 +15,7 @@ from thinwire.comm import Description
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.inner_settings import InnerSettings, inner_settings
-from thinwire.local_sgd.optimizer_state import load_optimizers, state_of_shards
+from thinwire.local_sgd.inner_optimizers import load_optimizers, state_of_shards
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.saved_state import LoadedState, checked_state, members_of, packed_state
 from thinwire.sync import Engine
@@ -59,6 +58,10 @@ class Contributor(ABC):
     @property
     def engine(self) -> Engine:
         """The engine of the next averaging."""
+        return self.engine_after(self.averaged_steps)
+
+    def engine_after(self, step: int) -> Engine:
+        """Return the engine of the averaging that follows on this step."""
         return self.engines[0]
 
     @abstractmethod
@@ -74,14 +77,6 @@ class Contributor(ABC):
         self, pending: PendingAverage[Any] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
         """Take the means of a committed averaging; None if no one had anything to average."""
-
-    @property
-    def rounds_due(self) -> int:
-        """The rounds of the averaging under way that are to be sent by now."""
-        return 1
-
-    def abandon(self) -> None:  # noqa: B027 - most have nothing to do
-        """Go on after an averaging that has failed on all members."""
 
     # Members that come and go compare this, and a newcomer starts from it.
 
@@ -112,11 +107,7 @@ class Contributor(ABC):
         """Whether a member whose optimizers are set otherwise is warned, and not refused."""
         return not self.sent_optimizers
 
-    def inner_settings(self) -> InnerSettings:
-        """Return the settings of the optimizers inside."""
-        return inner_settings(self.optimizers)
-
-    def tensors_not_averaged(self) -> dict[str, torch.Tensor]:
+    def _tensors_not_averaged(self) -> dict[str, torch.Tensor]:
         """Return by name what a newcomer must be given besides: frozen parameters and other buffers."""
         # Found by identity: a compiled block's names are not those it is averaged under.
         averaged = {id(item.tensor) for item in self.model.tensors()}
@@ -128,28 +119,27 @@ class Contributor(ABC):
     def state(self, lineage: int, commits: int, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
         # It is as of the last averaging, for a newcomer too: later steps are in no model but this one's.
-        members = {
-            "lineage": lineage,
-            "commits": commits,
-            "turns": self.turns,
-            "not_averaged": self.tensors_not_averaged(),
-            "residual_of": tuple(sorted(self.engine.state.memory[ERROR])),
-            "optimizers": [state_of_shards(optimizer) for optimizer in self.sent_optimizers],
-        }
         return packed_state(
             step=self.averaged_steps,
             sent_after=(self.averaged_steps,),
             last_average=self.shared_tensors(),
             sync=self.engine.state.common_state(self.engine.algorithm) if sync is None else sync,
             outer=None if self.model.outer is None else self.model.outer.state_dict(),
-            members=members,
+            members={
+                "lineage": lineage,
+                "commits": commits,
+                "turns": self.turns,
+                "not_averaged": self._tensors_not_averaged(),
+                "residual_of": tuple(sorted(self.engine.state.memory[ERROR])),
+                "optimizers": [state_of_shards(optimizer) for optimizer in self.sent_optimizers],
+            },
         )
 
     def check_state(self, state: Mapping[str, Any]) -> LoadedState:
         """Return a state that was saved or received, if it is one of this model."""
         shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self.model.tensors()}
         loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
-        if loaded.in_flight:
+        if loaded.pending:
             raise StateError(
                 "the state was saved while an average was under way, and members that come and go start from "
                 "an average; save after average()"
@@ -158,9 +148,12 @@ class Contributor(ABC):
 
     def start_from(self, loaded: LoadedState) -> None:
         """Go on from a state: all of it, or (if it does not fit) none."""
-        shared, others, members = self.shared_tensors(), self.tensors_not_averaged(), members_of(loaded)
-        if loaded.members is not None:  # a fixed group's has no others
-            _check_like(members["not_averaged"], others)
+        shared, others, members = self.shared_tensors(), self._tensors_not_averaged(), members_of(loaded)
+        if loaded.members is not None and _kinds(members["not_averaged"]) != _kinds(others):
+            raise StateError(  # a fixed group's state has no others
+                "the state's not_averaged is of other tensors than this member's model; start the same "
+                "script as the others, or load the state of the same model"
+            )
         engine = self.engine_after(loaded.step)
         of_engine = engine.check_state_dict(loaded.sync)
         outer = self.model.outer if loaded.outer is not None else None
@@ -182,20 +175,8 @@ class Contributor(ABC):
         self.model.loads.forget()
         self.reset(loaded.step, members["turns"])
 
-    def engine_after(self, step: int) -> Engine:
-        """Return the engine of the averaging that follows on this step."""
-        return self.engine
 
-
-def _check_like(tensors: object, targets: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a state whose tensors that are not averaged are others than this member's."""
-
-    def kind(of: object) -> object:
-        return (of.shape, of.dtype) if isinstance(of, torch.Tensor) else None
-
-    is_like = isinstance(tensors, Mapping) and tensors.keys() == targets.keys()
-    if not is_like or any(kind(tensors[name]) != kind(targets[name]) for name in targets):  # type: ignore[index]
-        raise StateError(
-            "the state's not_averaged is of other tensors than this member's model; start the same script as "
-            "the others, or load the state of the same model"
-        )
+def _kinds(tensors: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: (it.shape, it.dtype) if isinstance(it, torch.Tensor) else it for name, it in tensors.items()
+    }

@@ -19,7 +19,7 @@ from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import BrokenMemberError, in_all_processes
 from thinwire.local_sgd.groups.state_transfer import broadcast_residual, plain
-from thinwire.local_sgd.inner_settings import digest
+from thinwire.local_sgd.inner_optimizers import digest, inner_settings
 from thinwire.local_sgd.member_status import (
     NUMBER_BITS,
     MembershipStats,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Averaging(NamedTuple):
-    """One that is under way, or that was prepared when the last message, by which all commit it, failed."""
+    """One that is pending, or that was prepared when the last message, by which all commit it, failed."""
 
     pending: PendingAverage[Any] | None
     lineage: int
@@ -56,7 +56,8 @@ class ElasticMembership(Membership):
 
     An averaging is committed by all members or by none. The last of its messages says that everybody has
     received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
-    and learns at its next meeting with the others whether they have committed.
+    and learns in the next quorum whether the others have committed. A member that is lost while training goes
+    on shows when the averaging is due, and it is done again.
 
     What each member has not transmitted counts in the mean over the members of its averaging. When their
     number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
@@ -86,7 +87,7 @@ class ElasticMembership(Membership):
     def is_open(self) -> bool:
         return self._open is not None
 
-    def start(self, *, is_delayed: bool = False, statuses: Sequence[MemberStatus] = ()) -> None:
+    def start(self, *, is_delayed: bool = False) -> None:
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to rejoin")
         if self.stats.averagings == 1:
@@ -94,19 +95,12 @@ class ElasticMembership(Membership):
         self._is_delayed = is_delayed
         self._repeated(self._start)
 
-    @property
-    def is_behind(self) -> bool:
-        return False  # a member that is lost meanwhile shows when the averaging is due, and it is done again
-
     def finish(self) -> None:
         self._repeated(self._finish)
         # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
         if self.statuses[self.group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
-
-    def abandon(self) -> None:
-        pass  # what has failed is abandoned, or in doubt
 
     def save(self) -> dict[str, Any]:
         """Return the engine's state, with the mean residual of all who are there. Collective."""
@@ -148,14 +142,14 @@ class ElasticMembership(Membership):
                 self.leave()  # at once: the others should not wait for a member that ends
                 raise
             except RETRIED as error:
-                # From the first failure on: the others may come late by as long as a quorum may take.
                 now = time.monotonic()
+                # From the first failure on: the others may come late by as long as a quorum may take.
                 give_up_at = min(give_up_at, now + group.wait_seconds)
                 # First of all: it breaks the others' messages off, which would wait for this member until
                 # they time out.
                 group.commit(False)
                 self.stats.retries += not isinstance(error, TooFewError)
-                if str(error) != said:  # who waits for others meets the same again and again
+                if str(error) != said:  # who waits for others hears the same again and again
                     said, waits = str(error), isinstance(error, TooFewError)
                     happens = "waiting for more members" if waits else "an averaging failed and is repeated"
                     logger.warning("%s: %s", happens, error)
@@ -227,7 +221,7 @@ class ElasticMembership(Membership):
         contribution = contributor.contribution()
         # If others have committed what this member is in doubt of.
         behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
-        is_still_that, settings = not is_new and self._doubt is None, contributor.inner_settings()
+        is_still_that, settings = not is_new and self._doubt is None, inner_settings(contributor.optimizers)
         own = reduced_over_local_processes(
             MemberStatus(
                 step=0 if is_new else contributor.steps,
@@ -309,7 +303,10 @@ class ElasticMembership(Membership):
         kept = kept_lineage(statuses)
         if self._doubt is not None:
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
-        statuses = tuple(status.without_doubt(kept) for status in statuses)
+        statuses = tuple(
+            it._replace(lineage=kept, doubt=0, weight=it.weight_behind_doubt) if it.doubt == kept else it
+            for it in statuses
+        )
         if any(status.lineage != kept for status in statuses):
             if statuses[self.group.control.rank].lineage != kept:
                 self.group.received = None

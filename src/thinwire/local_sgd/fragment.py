@@ -33,11 +33,6 @@ class Averaged(NamedTuple):
         tensor = local_tensor(self.tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """The tensor's object, shape, type and device, which must stay as they are while averagings go on."""
-        return id(self.tensor), tuple(self.value.shape), self.value.dtype, self.value.device
-
 
 class Buckets:
     """Tensors that travel flat, as one for each device and type, buffers by themselves."""
@@ -85,20 +80,17 @@ class Fragment(Buckets):
         super().__init__(averaged)
         self.sent_after = 0  # steps so far when its change was last sent, or the copy taken
         self.work = 0.0  # of this member since its last averaging
-        self.sent_work = 0.0  # of that, in the averaging under way
+        self.sent_work = 0.0  # of that, in the pending averaging
         self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; in fp32 of what has 16 bits
         self.lasts = self.parts(self.last)  # each tensor with its part of it, always the same tensors
 
-    def set_last(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
+    def set_last(
+        self, last_average: Mapping[str, torch.Tensor] | None = None, *, buffers: bool = True
+    ) -> None:
         """Take over a saved last average; None for what the model holds now, on all processes alike."""
         for tensor, last in self.lasts:
-            last.copy_(tensor.value if last_average is None else last_average[tensor.name])
-
-    def set_last_parameters(self) -> None:
-        """Take over what the model holds now, on all processes alike, but for buffers."""
-        for tensor, last in self.lasts:
-            if not tensor.is_buffer:
-                last.copy_(tensor.value)
+            if buffers or not tensor.is_buffer:
+                last.copy_(tensor.value if last_average is None else last_average[tensor.name])
 
     def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, as copies on the CPU, the parts of what is flat."""
@@ -108,13 +100,6 @@ class Fragment(Buckets):
             tensor.name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
             for tensor, part in self.parts(flats)
         }
-
-    def flat(self, named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors of `named` as flat buckets, on the model's device."""
-        flats = self.empty()
-        for tensor, part in self.parts(flats):
-            part.copy_(named[tensor.name])
-        return flats
 
     def changes(self) -> list[torch.Tensor]:
         """Return by bucket, flat, what has changed since the last averaging on this process."""
@@ -173,11 +158,6 @@ class Fragments(tuple[Fragment, ...]):
     """All fragments of a model, in the order of their turns."""
 
     @property
-    def device(self) -> torch.device:
-        """The model's device; if it is on several, that of its first averaged tensor."""
-        return next(iter(self[0])).tensor.device
-
-    @property
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
         """Each averaged tensor with its last average."""
         return [pair for fragment in self for pair in fragment.lasts]
@@ -186,17 +166,9 @@ class Fragments(tuple[Fragment, ...]):
         """Return a CRC-32 of the model's parameters."""
         return digest_of([tensor.value for tensor, _ in self.lasts if not tensor.is_buffer])
 
-    def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
-        """Return the last averages that an outer optimizer steps: all but those of buffers."""
-        lasts = {tensor.name: last for tensor, last in self.lasts}
-        # In one order, however many fragments there are: so that its state fits any number.
-        return [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
-
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter or buffer, by its name.
-
-    That is the numbered block it is in, of several the outermost one, and else the module that has it.
+    """Return the layer of a parameter or buffer: the outermost numbered block, else the module that has it.
 
     Examples:
         >>> [layer_of(name) for name in ("blocks.3.mlp.0.weight", "embed.tokens.weight", "scale")]
@@ -234,13 +206,13 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
             f"fragments={num_fragments} is more than the layers that the model trains, {num_layers} "
             f"({', '.join(list(layers)[:4])} …); a layer is averaged as a whole, so take at most as many"
         )
-    held = [0] * num_fragments  # bytes
+    sizes = [0] * num_fragments  # in bytes
     fragment_of: dict[str, int] = {}
     for nbytes, names in sorted(by_bytes.items(), reverse=True):
         share: Counter[int] = Counter()
         for _ in names:
-            lightest = held.index(min(held))
-            held[lightest] += nbytes
+            lightest = sizes.index(min(sizes))
+            sizes[lightest] += nbytes
             share[lightest] += 1
         # The order of the model, so that layers next to each other come into different fragments.
         dealt: Counter[int] = Counter()

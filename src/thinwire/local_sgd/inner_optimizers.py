@@ -1,55 +1,97 @@
-"""The optimizers inside: refuse those that would undo or replace the averaging of models."""
+"""The optimizers inside: which are refused, and what members compare and give newcomers of them."""
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
+from torch import nn
 
-from thinwire.errors import ConfigError
+from thinwire.checks import shown
+from thinwire.errors import ConfigError, StateError
+from thinwire.local_sgd.fragment import Averaged
 from thinwire.tensors.layout import local_tensor
-from thinwire.torch_private import num_messages
+from thinwire.torch_private import num_messages, takes_step_hooks
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 # A copy that was just made differs from the weights by a step or a few, a momentum by about all of them.
 MAX_DISTANCE = 0.3
 # Prodigy's: it measures how far the weights have gone from them, and never goes back to them.
-ONLY_READ = {"p0"}
+ONLY_READ = "state['p0']"
+
+# Settings that schedules change. Others are counts or estimates of some optimizers' own.
+SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+MAX_GAP = 1e-6  # relative: the same schedule may be rounded otherwise
+
+InnerSettings: TypeAlias = Mapping[str, list[float]]
 
 
-def check_keeps_to_itself(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
-    """Refuse an optimizer whose step sends something to other processes."""
-    name, inside = type(optimizer).__name__, next(_inside(optimizer), None)
-    use = "the optimizer inside it" if inside is None else f"the {type(inside).__name__} inside it"
-    if isinstance(optimizer, Joinable):  # ZeroRedundancyOptimizer
-        raise ConfigError(
-            f"{name} sends each parameter in its step from the one process that trains it; pass the "
-            "optimizer that it was made of, such as torch.optim.AdamW, or average gradients with "
-            "thinwire.attach"
-        )
-    # An optimizer of a sharded model may gather a matrix from the shards of one replica.
-    held = () if is_sharded else vars(optimizer).items()
-    joins = [key for key, value in held if isinstance(value, dist.ProcessGroup) or _is_mesh(value)]
-    # Torch's PostLocalSGDOptimizer, Horovod and Apex have these attributes.
-    joins += [key for key in ("averager", "process_set", "process_group") if _has(optimizer, key)]
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that an optimizer holds, group by group, as its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def checked_optimizers(
+    optimizer: Optimizers, averaged: Sequence[Averaged], module: nn.Module, *, is_sharded: bool
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
+    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    for inner in optimizers:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(inner)}")
+        _check_sends_nothing(inner, is_sharded=is_sharded)
+        if not takes_step_hooks(inner):
+            raise ConfigError(
+                f"{type(inner).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
+            )
+        held = set(map(id, parameters_of(inner)))
+        if not held & {id(parameter.tensor) for parameter in averaged}:
+            raise ConfigError(
+                "the optimizer holds none of the model's trainable parameters; build it from this model: "
+                "optimizer = torch.optim.SGD(model.parameters(), …)"
+            )
+        # Fewer than the model's are fine: an optimizer that is not passed may train the others.
+        foreign = len(held - set(map(id, module.parameters())))
+        if foreign:
+            raise ConfigError(
+                f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
+                "averaged; put all that is trained into one module and pass that"
+            )
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigError(f"expected one optimizer or several, each once, got {list(optimizers)}")
+    return optimizers
+
+
+def _check_sends_nothing(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
+    # An optimizer of a sharded model may gather a matrix from the shards of one replica. (A mesh is known by
+    # its name: its type takes seconds to import.)
+    joins = [
+        key
+        for key, value in vars(optimizer).items()
+        if not is_sharded and (isinstance(value, dist.ProcessGroup) or type(value).__name__ == "DeviceMesh")
+    ]
+    # Torch's PostLocalSGDOptimizer and ZeroRedundancyOptimizer, Horovod and Apex have these attributes.
+    names = ("averager", "process_set", "process_group")
+    joins += [key for key in names if getattr(optimizer, key, None) is not None]
     if joins:
-        raise ConfigError(
-            f"{name} communicates in its step (it has {joins[0]!r}), which would replace the averaging of "
-            f"models; pass {use}, or average gradients with thinwire.attach"
-        )
+        raise _communicates(optimizer, f" (it has {joins[0]!r})")
 
 
-def _is_mesh(value: object) -> bool:
-    return type(value).__name__ == "DeviceMesh"  # importing that takes seconds
-
-
-def _has(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    return getattr(optimizer, key, None) is not None
+def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} communicates in its step{seen}, which would replace the averaging of "
+        "models; pass one that does not, such as torch.optim.AdamW or Muon, or average gradients with "
+        "thinwire.attach"
+    )
 
 
 @contextmanager
@@ -71,11 +113,7 @@ def silent_steps(
         count = counts.get(id(optimizer))
         counts[id(optimizer)] = None
         if count is not None and num_messages(group) != count:
-            raise ConfigError(
-                f"{type(optimizer).__name__} communicates in its step, which would replace the averaging of "
-                "models; pass one that does not, such as torch.optim.Muon, or average gradients with "
-                "thinwire.attach"
-            )
+            raise _communicates(optimizer)
 
     with ExitStack() as attached:
         for optimizer in optimizers if group is not None else ():
@@ -84,12 +122,7 @@ def silent_steps(
         yield
 
 
-class Kept(NamedTuple):
-    """A tensor that an optimizer keeps of a parameter."""
-
-    place: str  # such as "state['z']"
-    parameter: torch.Tensor
-    tensor: torch.Tensor
+# Copies of the weights.
 
 
 class CopiesOfWeights:
@@ -99,7 +132,7 @@ class CopiesOfWeights:
     """
 
     def __init__(self) -> None:
-        self._places: set[tuple[int, str, int]] = set()  # that were looked at
+        self._seen: set[tuple[int, str, int]] = set()  # optimizer, where, parameter
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer], lasts: Mapping[int, torch.Tensor]) -> None:
         """Refuse copies of the weights, or of `lasts`, by their identity the last averages of parameters.
@@ -109,24 +142,19 @@ class CopiesOfWeights:
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("torch.optim"):
                 continue  # those of torch keep none that they go back to
-            by_place = defaultdict(list)
-            for state in _kept(optimizer):
-                if (id(optimizer), state.place, id(state.parameter)) not in self._places:
-                    by_place[state.place].append(state)
-            for place, of_one in by_place.items():
-                now = _distance([(state.tensor, state.parameter) for state in of_one])
-                known = [
-                    (state.tensor, lasts[id(state.parameter)])
-                    for state in of_one
-                    if id(state.parameter) in lasts
-                ]
-                before = _distance(known) if known else now
+            new = defaultdict(list)
+            for where, parameter, tensor in _states_of(optimizer, parameters_of(optimizer)):
+                if (id(optimizer), where, id(parameter)) not in self._seen:
+                    new[where].append((tensor, parameter))
+            for where, pairs in new.items():
+                averaged = [(tensor, lasts[id(p)]) for tensor, p in pairs if id(p) in lasts]
+                distances = [_distance(pairs), _distance(averaged or pairs)]
                 # Weights that are all zero do not tell yet: momentum begins there, too.
-                if math.inf not in (now, before):
-                    self._places |= {(id(optimizer), place, id(state.parameter)) for state in of_one}
-                if min(now, before) < MAX_DISTANCE:
+                if math.inf not in distances:
+                    self._seen |= {(id(optimizer), where, id(parameter)) for _, parameter in pairs}
+                if min(distances) < MAX_DISTANCE:
                     raise ConfigError(
-                        f"{type(optimizer).__name__} keeps a copy of the weights in {place}, from which its "
+                        f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
                         "next step would undo the average; pass one that keeps none (of 16-bit weights: keep "
                         "the model in fp32, with torch.autocast), or use thinwire.attach"
                     )
@@ -144,75 +172,108 @@ def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return math.sqrt(distance / norm) if norm else math.inf
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
-    """Yield all that an optimizer keeps of a parameter, in its type of numbers and its size."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    candidates: list[tuple[str, object, object]] = []
-    for holder in (optimizer, *_inside(optimizer)):
-        for group in holder.param_groups:
-            lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
-            for key, values in lists.items():
-                candidates += _paired(f"param_groups[…][{key!r}]", group["params"], values)
-        for key, value in vars(holder).items():
-            candidates += _keyed(key, value)
-            candidates += _paired(key, parameters, _flat(value))
-        masters = [parameter for group in holder.param_groups for parameter in group["params"]]
-        candidates += _paired("its parameters", parameters, masters)
-    for place, owner, state in candidates:
-        if not isinstance(owner, torch.Tensor) or not isinstance(state, torch.Tensor):
+def _states_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield where an optimizer, or one that it wraps, keeps a tensor, the parameter of it, and the tensor."""
+    inner = parameters_of(optimizer)
+    candidates = [("its parameters", *pair) for pair in zip(parameters, inner, strict=False)]
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and isinstance(state, Mapping):
+            candidates += [(f"state[{key!r}]", parameter, value) for key, value in state.items()]
+    for where, parameter, value in candidates:
+        if where == ONLY_READ or not isinstance(value, torch.Tensor) or value.numel() != parameter.numel():
             continue
-        is_alike = state.is_floating_point() and state.numel() == owner.numel()
-        if is_alike and _is_apart(state, owner) and not any(f"'{key}'" in place for key in ONLY_READ):
-            yield Kept(place, owner, state)
+        held, weights = local_tensor(value), local_tensor(parameter)
+        # A view has the average when the parameter has, and quantized states only their optimizers read.
+        is_plain = type(held) is torch.Tensor and held.is_floating_point()
+        if is_plain and held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
+            yield where, parameter, value
+    for wrapped in vars(optimizer).values():
+        if isinstance(wrapped, torch.optim.Optimizer):
+            yield from _states_of(wrapped, parameters)
 
 
-def _is_apart(state: torch.Tensor, owner: torch.Tensor) -> bool:
-    """Return whether a state has memory of its own: a view has the average when the parameter has."""
-    held, other = local_tensor(state), local_tensor(owner)
-    # Quantized states are of types that only their optimizers read.
-    return (
-        type(held) is torch.Tensor and held.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-    )
+# What members compare of them, and a newcomer is given.
 
 
-def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers that one wraps, from the outside in."""
-    for value in vars(optimizer).values():
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-            yield from _inside(value)
+def inner_settings(optimizers: Sequence[torch.optim.Optimizer]) -> InnerSettings:
+    """Return the current settings of optimizers, by the setting's name."""
+    settings = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            of_group = f"{type(optimizer).__name__}{f' (group {number})' if number else ''}"
+            for key in SCHEDULED:
+                if key in group:
+                    values = group[key] if isinstance(group[key], list | tuple) else [group[key]]
+                    numbers = [float(it) for it in values if isinstance(it, int | float | torch.Tensor)]
+                    settings[f"{key} of {of_group}"] = numbers
+    return settings
 
 
-def _keyed(
-    place: str, value: object, owner: torch.Tensor | None = None
-) -> Iterator[tuple[str, object, object]]:
-    """Yield what mappings hold of a parameter that is a key of theirs."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(key, torch.Tensor):
-                yield from _keyed(place, item, key)
-            else:
-                yield from _keyed(f"{place}[{key!r}]", item, owner)
-    elif owner is not None:
-        yield place, owner, value
+def digest(settings: InnerSettings) -> int:
+    """Return a CRC-32 of settings, which a float64 holds."""
+    return zlib.crc32(json.dumps(settings).encode())
 
 
-def _flat(value: object) -> list[object]:
-    """Return the values of nested lists or mappings, in order."""
-    if isinstance(value, Mapping):
-        return _flat(list(value.values()))
-    if not isinstance(value, list | tuple):
-        return [value]
-    return [leaf for item in value for leaf in _flat(item)]
+def difference(own: InnerSettings, others: InnerSettings) -> str:
+    """Return the first setting that differs, with both values, in words; empty if none does."""
+    for name in sorted({*own, *others}, key=lambda name: not name.startswith("lr ")):
+        both = own.get(name, []), others.get(name, [])
+        pairs = zip(*both, strict=False)
+        if len(both[0]) != len(both[1]) or not all(math.isclose(*pair, rel_tol=MAX_GAP) for pair in pairs):
+            here, there = (", ".join(f"{value:.6g}" for value in values) or "not set" for values in both)
+            return f"{name} is {here} on this member and {there} on the others"
+    return ""
 
 
-def _paired(
-    place: str, parameters: Sequence[object], values: Sequence[object]
-) -> list[tuple[str, object, object]]:
-    """Return values with the parameters that they stand for, if there are as many, or one flat one of all."""
-    sizes = [parameter.numel() for parameter in parameters if isinstance(parameter, torch.Tensor)]
-    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].numel() == sum(sizes):
-        values = values[0].reshape(-1).split_with_sizes(sizes)
-    if len(values) != len(parameters):
-        return []
-    return [(place, *pair) for pair in zip(parameters, values, strict=True)]
+def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
+    """Return `held`, this process's part of a tensor, sharded as a parameter is."""
+    if not hasattr(parameter, "to_local"):
+        return held
+    # That takes seconds to import; with a sharded model it is done.
+    sharded: torch.Tensor = import_module("thinwire.adapters.sharded.model").sharded_like(parameter, held)
+    return sharded
+
+
+def state_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state, of sharded parameters that of what this process holds."""
+    state = optimizer.state_dict()
+    held = {
+        number: {key: local_tensor(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
+        for number, of_one in state["state"].items()
+    }
+    return {**state, "state": held}
+
+
+def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
+    """Let optimizers go on from states as of `state_of_shards`: all of them, or none."""
+    if len(states) != len(optimizers):
+        raise StateError(
+            f"the state is of {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
+            "the others"
+        )
+    before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+    for optimizer, state in zip(optimizers, states, strict=True):
+        try:
+            # Loading does not look into them, and the next step would.
+            if not all(isinstance(values, Mapping) for values in state["state"].values()):
+                raise TypeError("it has a parameter's state that is no mapping")
+            parameters = parameters_of(optimizer)
+            held = {number: _as_held(values, parameters[number]) for number, values in state["state"].items()}
+            optimizer.load_state_dict({**state, "state": held})
+        except Exception as error:  # optimizers raise what they like
+            for restored, (state_before, groups) in zip(optimizers, before, strict=True):
+                restored.state, restored.param_groups = state_before, groups
+            raise StateError(
+                f"the state is of a different {type(optimizer).__name__} than this member's: {error}"
+            ) from error
+
+
+def _as_held(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return a parameter's state, sharded as the parameter is."""
+    shape = local_tensor(parameter).shape if hasattr(parameter, "to_local") else None
+    return {
+        key: as_sharded(parameter, value.clone()) if getattr(value, "shape", ()) == shape else value
+        for key, value in values.items()
+    }

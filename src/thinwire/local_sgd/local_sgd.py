@@ -1,4 +1,4 @@
-"""`LocalSGD`: what users enter around their training loop."""
+"""`LocalSGD` and `DiLoCo`: what users enter around their training loop."""
 
 from __future__ import annotations
 
@@ -14,33 +14,24 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import Shadow
-from thinwire.adapters.start import tell_start
-from thinwire.algorithms import Algorithm
+from thinwire.adapters.common import Shadow, averaging_model, tell_start
+from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.local_sgd.averaged_model import (
-    AveragedModel,
-    Optimizers,
-    check_gradient_settings,
-    checked_optimizers,
-    replica_of,
-    unwrapped,
-)
+from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import ModelAverager
-from thinwire.local_sgd.engines import engines_of
-from thinwire.local_sgd.entering import agree_on, check_models, entry_settings, go_on_from
 from thinwire.local_sgd.fragment import fragments_of
 from thinwire.local_sgd.groups.group import StaticGroup
-from thinwire.local_sgd.membership import Membership
-from thinwire.local_sgd.model_changes import ModelChanges
-from thinwire.local_sgd.outer import Outer, check_outer, saved_outer
-from thinwire.local_sgd.saved_state import checked_state, packed_state
+from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
+from thinwire.local_sgd.membership import StaticMembership
+from thinwire.local_sgd.model_changes import ModelChanges, engines_of
+from thinwire.local_sgd.outer import Outer, check_outer
+from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
-from thinwire.local_sgd.settings import Streaming, Warmup
-from thinwire.local_sgd.static_averages import StaticAverages
-from thinwire.local_sgd.training_loop import check_ddp
+from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.local_sgd.training_loop import check_ddp, driven_gradients
+from thinwire.sync import Engine
 from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
@@ -119,6 +110,8 @@ class LocalSGD(ModelAverager, Joinable):
         (10, 2, 5.0)
     """
 
+    _membership: StaticMembership
+
     def __init__(
         self,
         model: nn.Module,
@@ -137,38 +130,35 @@ class LocalSGD(ModelAverager, Joinable):
         has_subgroup, warmup = subgroup is not None, NO_WARMUP if warmup is None else warmup
         schedule = Schedule(every_steps, warmup, ddp is not None, has_subgroup, streaming)
         check_outer(outer)
-        check_gradient_settings(schedule, grad_scaler)
+        schedule.check_gradient_settings(grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
-        held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers, make_outer=outer)
-        optimizers = checked_optimizers(optimizer, held.tensors(), module, replica)
-        group, within = held.transports(subgroup)
+        averaged = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers, make_outer=outer)
+        optimizers = checked_optimizers(optimizer, averaged.tensors(), module, is_sharded=replica.is_sharded)
+        group, within = averaged.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        engines = engines_of(held, schedule, algorithm, group, replica.shards, within)
+        self._engines = engines_of(averaged, schedule, algorithm, group, replica.shards, within)
         static = StaticGroup(group)
-        changes = ModelChanges(held, schedule, engines, optimizers, static)
-        membership = Membership(static, changes)
-        sync = replica.sync_of(engines.main)
-        super().__init__(changes, membership, sync, grad_scaler)
-        self._engines = engines
-        self._averages = StaticAverages(engines, membership, changes)
+        changes = ModelChanges(averaged, schedule, self._engines, optimizers, static)
+        super().__init__(changes, StaticMembership(static, changes, self._engines), grad_scaler)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective."""
-        if self._model.entered:
+        model, engines, membership = self._model, self._engines, self._membership
+        if model.entered:
             raise StepError(
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
         self._check_copies()  # before models are made equal: copies are of each process's own
-        group, model, engines = self._engine.transport, self._model, self._engines
-        averaged = model.tensors()
+        averaged, group = model.tensors(), engines.main.transport
         # The models first: those of other shapes could not even be divided alike.
-        check_models(model, self._engine, averaged, type(self).__name__)
-        self._contributor.begin(averaged, engines.num_members, self._engine.algorithm)
+        membership.check_models(averaged, type(self).__name__)
+        num_members = group.size // (1 if engines.subgroup is None else engines.subgroup.transport.size)
+        model.divide(averaged, self._schedule, num_members, self._engine.algorithm)
         # All must know before the first message whether they start, which is collective, or go on.
-        agree_on(entry_settings(self._contributor, engines, self._loaded), model, self._engine)
+        membership.agree_on_settings(self._loaded)
         if self._loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
@@ -176,17 +166,25 @@ class LocalSGD(ModelAverager, Joinable):
             for fragment in model.fragments:
                 fragment.set_last()
         else:
-            go_on_from(self._loaded, self._contributor, self._membership)
+            membership.resume(self._loaded)
         self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
-            attached.enter_context(engines.driving(self, model, self._gradients_in))
+            if model.ddp is None:
+                attached.enter_context(averaging_model(self, model.module, group))
+            else:
+                levels: dict[Level, Engine] = {"group": engines.gradients}
+                if engines.subgroup is not None:
+                    levels["subgroup"] = engines.subgroup
+                driven = driven_gradients(model.ddp, levels, lambda: self._schedule.gradients_in(self.steps))
+                attached.enter_context(driven)
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
-        engines.end_warmup(self._schedule, self.steps)
+        if model.ddp is not None:
+            self._contributor.end_warmup()
         tell_start(self._engine, (), str(self))
         return self
 
@@ -198,7 +196,7 @@ class LocalSGD(ModelAverager, Joinable):
             if kind is None:
                 self.average()
         finally:
-            # After an average nothing is under way; after an exception no one waits for what is.
+            # After an average nothing is pending; after an exception no one waits for what is.
             self._membership.abandon()
             self._is_inside = False
             self._attached.close()
@@ -206,8 +204,8 @@ class LocalSGD(ModelAverager, Joinable):
     def average(self) -> None:
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
-        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is under
-        way is waited for and applied first. Does nothing but compare step counts if nothing has changed
+        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is
+        pending is waited for and applied first. Does nothing but compare step counts if nothing has changed
         since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
         loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
@@ -218,7 +216,7 @@ class LocalSGD(ModelAverager, Joinable):
             CommunicationError: A collective failed.
         """
         with self._collective("average()"):
-            self._averages.average_all()
+            self._membership.average_all()
 
     # After each step.
 
@@ -228,14 +226,12 @@ class LocalSGD(ModelAverager, Joinable):
         super()._after_own_step()
 
     def _average_if_due(self) -> None:
-        if self._averages.has_subgroup:
+        if self._membership.subgroup is not None:
             with self._collective("a step"):
-                self._averages.average_within()
+                self._membership.average_within()
         super()._average_if_due()
-        self._engines.end_warmup(self._schedule, self.steps)
-
-    def _gradients_in(self) -> Level | None:
-        return self._schedule.gradients_in(self.steps)
+        if self._model.ddp is not None:  # whose gradients are averaged without a commit
+            self._contributor.end_warmup()
 
     # Uneven inputs: see thinwire.join.
 
@@ -249,7 +245,7 @@ class LocalSGD(ModelAverager, Joinable):
         Raises:
             StepError: The LocalSGD context is not entered.
             AttachError: The model is a DDP model, which averages its gradients itself, or a sharded one.
-            ConfigError: Partitioner by the contributors with a subgroup, fragments or a delay.
+            ConfigError: By the contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
@@ -301,7 +297,7 @@ class LocalSGD(ModelAverager, Joinable):
         they differ from process to process, so save them on each to resume to the bit; or call
         `average()` first and save one model. `torch.load(weights_only=True)` takes it.
 
-        What is under way is waited for and saved as it came; it is applied when it is due, here and in the
+        What is pending is waited for and saved as it came; it is applied when it is due, here and in the
         run that resumes.
 
         Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
@@ -318,21 +314,17 @@ class LocalSGD(ModelAverager, Joinable):
         if pending is not None and not pending.is_done:
             with self._collective("state_dict()"):
                 self._membership.settle()
-        fragments, replica, in_flight = (
-            model.fragments,
-            model.replica,
-            {} if pending is None else pending.changes,
-        )
-        sent_at = self._contributor.sent_at
+        fragments, replica, sent_at = model.fragments, model.replica, self._contributor.sent_at
+        means = {} if pending is None else pending.changes
         lasts = dict(chain.from_iterable(fragment.named(fragment.last).items() for fragment in fragments))
         # Several of these are collective: in one order on all processes, of the shards of a replica too.
         return packed_state(
             step=self.steps,
-            sent_after=[sent_at if fragment in in_flight else fragment.sent_after for fragment in fragments],
-            in_flight=[
-                (fragments.index(fragment), replica.whole(fragment.named(means)))
-                for fragment, means in in_flight.items()
-            ],
+            sent_after=tuple(sent_at if fragment in means else fragment.sent_after for fragment in fragments),
+            in_flight=tuple(
+                (fragments.index(fragment), replica.whole(fragment.named(flats)))
+                for fragment, flats in means.items()
+            ),
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
             outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
@@ -345,7 +337,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be different, unless something was under way. The outer optimizer goes on with the
+        fragments may be different, unless an average was pending. The outer optimizer goes on with the
         learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
         optimizers do: to change them, write to `outer.param_groups` after entering.
 
@@ -367,7 +359,7 @@ class LocalSGD(ModelAverager, Joinable):
         loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
-            in_flight=[(number, replica.own(means)) for number, means in loaded.in_flight],
+            pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
         # A copy: it is used on entry, and the caller's own may have changed by then.
         loaded = copy.deepcopy(loaded)
@@ -379,3 +371,44 @@ class LocalSGD(ModelAverager, Joinable):
             warm_engine.load(warmup)
         self._loaded = loaded
         self._contributor.steps = loaded.step
+
+
+class DiLoCo(LocalSGD):
+    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+
+    `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
+    is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
+    With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
+    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`. Arguments, cost and
+    errors are those of `LocalSGD`; a subgroup counts as one member.
+
+    Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
+    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
+
+    Examples:
+        >>> import thinwire, torch
+        >>> model = nn.Linear(64, 32)  # in a process group
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:
+        ...     for _ in range(60):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         optimizer.step()
+        >>> print(local)
+        DiLoCo(every_steps=30), Quantize(bits=4)
+        >>> local.stats().compression_ratio > 200
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        every_steps: int = 30,
+        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
+        outer: Outer | None = Nesterov(),  # noqa: B008
+        **settings: Any,
+    ) -> None:
+        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
+        super().__init__(model, optimizer, **settings)

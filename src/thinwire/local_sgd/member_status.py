@@ -43,23 +43,12 @@ class MemberStatus(NamedTuple):
     inner_settings: int = 0  # a digest of what its optimizers inside are set to
     averagings: int = 0  # since it joined
 
-    @classmethod
-    def decode(cls, row: Sequence[float]) -> MemberStatus:
-        """Return the status that a row of numbers encodes."""
-        return cls(*(kind(number) for kind, number in zip(KINDS, row, strict=True)))
-
-    def without_doubt(self, kept: int) -> MemberStatus:
-        """Return the status that holds once it is known which lineage is kept."""
-        if self.doubt != kept:
-            return self
-        return self._replace(lineage=kept, doubt=0, weight=self.weight_behind_doubt)
-
 
 KINDS = tuple(get_type_hints(MemberStatus).values())
 
 
 class StatusGather:
-    """The statuses of all members of a group, under way until they are read. Collective.
+    """The statuses of all members of a group, on their way until they are read. Collective.
 
     Cost: a message of 136 bytes from each member and, when they are read, a host synchronisation.
     """
@@ -73,7 +62,8 @@ class StatusGather:
     def read(self) -> tuple[MemberStatus, ...]:
         """Return the statuses, by rank. Blocks until all have come."""
         self._work.wait()
-        return tuple(map(MemberStatus.decode, self._rows.tolist()))
+        rows = self._rows.tolist()
+        return tuple(MemberStatus(*(kind(it) for kind, it in zip(KINDS, row, strict=True))) for row in rows)
 
 
 @dataclass

@@ -1,64 +1,187 @@
-"""Averagings with all members of a group that never changes."""
+"""Averagings with all members of a group, which either stays as it is or (`elastic_membership`) changes."""
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from thinwire.comm import agree, gather_numbers, true_for_all
+from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
-from thinwire.local_sgd.contributor import Contributor
+from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.loaded_weights import LOADED
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
-from thinwire.local_sgd.outer import settings_digest
-from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.local_sgd.model_changes import Engines, ModelChanges
+from thinwire.local_sgd.outer import described_outer, settings_digest
+from thinwire.local_sgd.pending_average import PendingAverage, are_finite
+from thinwire.local_sgd.saved_state import LoadedState, load_fragments
+from thinwire.local_sgd.training_loop import LOADED
+
+logger = logging.getLogger(__name__)
 
 MAX_LISTED = 8
+LOADED_STATE = "loaded state"
 
 
-class Membership:
-    """Averages what a contributor puts in with all members of a group: at most one average is under way.
+class Membership(ABC):
+    """Averages what a contributor puts in with the members of a group: at most one average is pending.
 
     1. `start` asks who takes part, gathers the status of each member, and sends the first messages.
     2. `advance`, while training goes on: sends the next rounds, if the algorithm has several.
     3. `finish` waits for the means and lets the contributor commit them.
-
-    Members that stay refuse alike, all of them: `StepError` if they are at different steps or one has
-    parameters that are not finite, `CommunicationError` if a collective failed.
     """
 
     has_left = False
 
     def __init__(self, group: Group, contributor: Contributor) -> None:
-        self.pending: PendingAverage[Any] | None = None
         self.group, self._contributor = group, contributor
-        self._step = 0  # of the members, when it was sent
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether an averaging was started, and not finished."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more rounds of the pending averaging are due than were sent."""
+        return False
+
+    def average(self) -> None:
+        """Average once with all members. Collective."""
+        self.start()
+        self.finish()
+
+    @abstractmethod
+    def start(self, *, is_delayed: bool = False) -> None:
+        """Send the first messages of an averaging. Collective."""
+
+    def advance(self) -> None:  # noqa: B027 - most send all when it is finished
+        """Send the rounds of the pending averaging that are due. Collective."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Apply the averaging that was started. Collective."""
+
+    def abandon(self) -> None:  # noqa: B027 - as above
+        """Forget what is pending: its changes are sent again when their turn comes."""
+
+
+class StaticMembership(Membership):
+    """Averages with members that stay, by the schedule, on request (`average_all`) and within subgroups.
+
+    They refuse alike, all of them: `StepError` if they are at different steps or one has parameters that are
+    not finite, `CommunicationError` if a collective failed.
+    """
+
+    _contributor: ModelChanges
+
+    def __init__(self, group: Group, changes: ModelChanges, engines: Engines) -> None:
+        super().__init__(group, changes)
+        self.pending: PendingAverage[Fragment] | None = None
+        self._engines = engines
+        self.subgroup = engines.subgroup if changes.schedule.averages_within else None
+        self._step = 0  # of the members, when the pending average was sent
         self._gathers: list[StatusGather] = []  # not read yet, in this order
         self._to_read = 0  # of those: before the latest round is waited for
 
+    # On entry.
+
+    def check_models(self, averaged: Sequence[Averaged], name: str) -> None:
+        """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
+        engine, replica = self._engines.main, self._contributor.model.replica
+        group = engine.transport
+        alike_on_all_shards(
+            replica.inside,
+            "entering LocalSGD",
+            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(engine.algorithm)},
+            lambda: engine.agree(averaged[0].value.device),
+        )
+        # The plan is of what was trained then: messages of other lengths would end the process, and those of
+        # equal lengths be averaged with other parameters'.
+        others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})
+        self._agree(
+            {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
+        )
+        if others:
+            raise StepError(
+                "the model's trainable parameters or buffers are others than when this "
+                f"{name} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
+                "make it"
+            )
+
+    def agree_on_settings(self, loaded: LoadedState | None) -> None:
+        """Refuse, on all processes alike, to enter with other settings. Collective."""
+        schedule = self._contributor.schedule
+        described = {
+            "every_steps": schedule.every_steps,
+            "warmup_steps": schedule.warmup.steps,
+            "algorithm of the warm-up": self._engines.gradients.algorithm,
+            "streaming": schedule.streaming,
+            "subgroup": schedule.has_subgroup,
+            "outer optimizer": described_outer(self._contributor.model.outer),
+            LOADED_STATE: None if loaded is None else loaded.digest,
+        }
+        self._agree({subject: str(value) for subject, value in described.items()})
+
+    def _agree(self, described: Mapping[str, str]) -> None:
+        replica, purpose = self._contributor.model.replica, "entering LocalSGD"
+        of_all = dict(described)
+        if replica.saves_parts:  # each process has loaded its own
+            of_all.pop(LOADED_STATE, None)
+        alike_on_all_shards(
+            replica.inside,
+            purpose,
+            lambda: of_all,
+            lambda: agree(self.group.transport, described, purpose),
+        )
+
+    def resume(self, loaded: LoadedState) -> None:
+        """Let fragments and the average that was pending go on from a state."""
+        changes = self._contributor
+        load_fragments(loaded, changes.model)
+        self.abandon()  # of an attempt to enter that has failed
+        changes.go_by_steps(loaded.step)
+        changes.end_warmup()
+        for number, means in loaded.pending:
+            # Version 0.2 had several pending: those before the last are applied here.
+            if self.is_open:
+                self.finish()
+            fragment = changes.fragments[number]
+            changes.sent_at = fragment.sent_after
+            changes.go_by_steps(fragment.sent_after)
+            flats = fragment.empty()
+            for tensor, part in fragment.parts(flats):
+                part.copy_(means[tensor.name])
+            self.pending, self._step = PendingAverage({fragment: flats}, None), fragment.sent_after
+
+    # An averaging.
+
     @property
     def is_open(self) -> bool:
-        """Whether an averaging was started, and not finished."""
         return self.pending is not None
 
-    def average(self, statuses: Sequence[MemberStatus] = ()) -> None:
-        """Average once with all members; with their statuses, if these are known. Collective."""
-        self.start(statuses=statuses)
-        self.finish()
-
-    def start(self, *, is_delayed: bool = False, statuses: Sequence[MemberStatus] = ()) -> None:
-        """Send the first messages of an averaging. Collective."""
-        self.group.start_quorum()
+    def start(self, *, is_delayed: bool = False) -> None:
         contributor = self._contributor
+        statuses: tuple[MemberStatus, ...] = ()
         contribution = contributor.contribution()
-        if not statuses:
-            self.gather_status(contribution.weight, is_finite=contribution.is_finite)
-            self._to_read = len(self._gathers)
-            # Read first: a process at a different step sends no changes to wait for. If it is delayed, before
-            # the first round is waited for; but the engine's comparison blocks, and all must come to it.
-            if not is_delayed or not contributor.engines[0].buckets.has_agreed:
-                statuses = self.read()
+        self._gather_status(contribution.weight, is_finite=contribution.is_finite)
+        self._to_read = len(self._gathers)
+        # Read first: a process at a different step sends no changes to wait for. If it is delayed, before
+        # the first round is waited for; but the engine's comparison blocks, and all must come to it.
+        if not is_delayed or not contributor.engines[0].buckets.has_agreed:
+            statuses = self._read()
+        self._send(contribution, statuses, is_delayed=is_delayed)
+
+    def _send(
+        self, contribution: Contribution, statuses: Sequence[MemberStatus], *, is_delayed: bool = False
+    ) -> None:
+        contributor = self._contributor
         total = sum(status.weight for status in statuses)
         scale = contribution.weight * len(statuses) / total if total else 1.0
         self._step = contributor.steps
@@ -66,24 +189,24 @@ class Membership:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more rounds of the averaging under way are due than were sent."""
-        pending, contributor = self.pending, self._contributor
-        return pending is not None and not pending.is_done and pending.num_rounds < contributor.rounds_due
+        pending = self.pending
+        return (
+            pending is not None and not pending.is_done and pending.num_rounds < self._contributor.rounds_due
+        )
 
     def advance(self) -> None:
-        """Send the rounds of the averaging under way that are due. Collective."""
         assert self.pending is not None
-        # A status goes before all that is sent. Else, with rank 0 a step behind: rank 1 sends round 2, rank 0
+        # A status goes before all that is sent. Else, if rank 0 is a step late: rank 1 sends round 2, rank 0
         # leaves the context and sends its status, and each waits for the other. So both read two statuses.
-        self.gather_status()
+        self._gather_status()
         self.pending.send(self._contributor.rounds_due, self._read_due)
 
-    def wait(self) -> None:
-        """Wait for the means of the averaging under way; they are applied by `finish`. Collective."""
+    def _wait(self) -> None:
+        """Wait for the means of the pending averaging."""
         if self.pending is None or self.pending.is_done:
             return
         if self.pending.is_delayed:
-            self.gather_status()
+            self._gather_status()
         self.pending.send(before=self._read_due)
         self.pending.wait()
         # Only now is it known; the next averaging spreads them over the delay.
@@ -91,45 +214,136 @@ class Membership:
             fragment.num_rounds = self.pending.num_rounds
 
     def settle(self) -> None:
-        """Wait for the means, as `wait`, if all members are at one step. Collective."""
-        self.gather_status()
-        self.read()  # before anything is waited for: members that are at other steps send other rounds
-        self.wait()
+        """Wait for the means of the pending averaging, without applying them. Collective."""
+        self._gather_status()
+        self._read()  # before anything is waited for: members that are at other steps send other rounds
+        self._wait()
 
     def finish(self) -> None:
-        """Apply the averaging that was started. Collective."""
-        self.wait()
+        self._wait()
         # Only then: what has raised above is still to be abandoned.
         pending, self.pending = self.pending, None
         members = self.group.transport.size
         self._contributor.commit(pending, self._step, members, may_be_empty=True)
 
     def abandon(self) -> None:
-        """Forget what is under way: its changes are sent again when their turn comes."""
         if self.pending is not None:
             self.pending.abandon()
         self.pending, self._gathers, self._to_read = None, [], 0
-        self._contributor.abandon()
+        self._contributor.go_by_steps(self._contributor.steps)
 
-    def resume(self, pending: PendingAverage[Any], step: int) -> None:
-        """Go on from an average whose means had come when the state was saved."""
-        self.pending, self._step = pending, step
+    # Averagings besides those of the schedule.
+
+    def average_all(self) -> None:
+        """Apply what is pending, then average what steps have changed since each fragment was sent.
+
+        What has changed without a step is taken over if it is the same on all members. Collective.
+        """
+        changes = self._contributor
+        fragments, step = changes.fragments, changes.steps
+        flats = {fragment: fragment.changes() for fragment in fragments}
+        is_finite = are_finite(flats, changes.together)
+        if self.subgroup is not None:
+            self._check_within(self.subgroup.transport, is_finite=is_finite)
+        # Weights that were loaded, or are those of an optimizer that nobody counts.
+        sent = () if self.pending is None else self.pending.changes
+        quiet = {f: flats[f] for f in fragments if step == f.sent_after and f not in sent}
+        self._gather_status(
+            changes.weight,
+            is_finite=is_finite,
+            has_changed=bool(quiet) and self._have_moved(quiet),
+            has_loaded=len(quiet) < len(fragments) and changes.model.loads.have_changed(),
+        )
+        statuses = self._read()
+        if any(status.has_changed for status in statuses):
+            self._take_over(Fragments(quiet))
+        if self.is_open:
+            self.finish()
+        # Each by itself as ever, those first that have waited longest: the same order everywhere.
+        waiting = sorted((f for f in fragments if step > f.sent_after), key=lambda f: f.sent_after)
+        turns = [[fragment] for fragment in waiting]
+        if changes.schedule.is_warm_up(step):
+            turns = [[f for f in fragments if f in waiting]] if waiting else []
+        try:
+            for turn in turns:
+                changes.chosen = turn
+                # All are known to be at this step: one question is enough.
+                self._send(changes.contribution(), statuses)
+                self.finish()
+        finally:
+            changes.chosen = None
+
+    def _have_moved(self, changes: Mapping[Fragment, Sequence[torch.Tensor]]) -> bool:
+        """Return whether any parameter has changed, on some shard of a replica."""
+        # Buffers do in every forward pass.
+        moved = [
+            flat.any()
+            for fragment, flats in changes.items()
+            for specs, flat in zip(fragment.layout, flats, strict=True)
+            if not specs[0].is_statistic
+        ]
+        # A shard without parameters must still join the collective.
+        still = ~torch.stack([it.to(moved[0].device) for it in moved]).any() if moved else torch.tensor(True)
+        return not self._true_for_all(still, "whether all shards are still")
+
+    def _take_over(self, fragments: Fragments) -> None:
+        """Take what the model holds for the last average, or refuse it on all members alike. Collective."""
+        purpose = "comparing parameters that have changed without a step"
+        rows = gather_numbers([float(fragments.checksum())], self.group.transport, purpose)
+        if not self._true_for_all(torch.tensor(len({row[0] for row in rows}) == 1), purpose):
+            raise StepError(
+                "parameters have changed since the last averaging without a step of an optimizer passed, and "
+                "not on all ranks alike; nothing was averaged. Pass all optimizers; load alike on all ranks"
+            )
+        for fragment in fragments:
+            fragment.set_last(buffers=False)
+        self._contributor.model.loads.forget()
+        logger.info("parameters that have changed without a step, on all processes alike, are taken over")
+
+    def _true_for_all(self, is_true: torch.Tensor, purpose: str) -> bool:
+        together = self._contributor.together
+        return bool(is_true if together is None else true_for_all(is_true, together, purpose))
+
+    def average_within(self) -> None:
+        """Average within the subgroup, exactly, what the group does not average now. Collective."""
+        changes, engine = self._contributor, self.subgroup
+        assert engine is not None
+        flats = {fragment: fragment.changes() for fragment in changes.fragments}
+        self._check_within(engine.transport, is_finite=are_finite(flats, changes.together))
+        # Fragments that the group averages at once need no mean of the subgroup before.
+        if changes.is_due() and not changes.schedule.is_delayed(changes.steps):
+            for fragment in changes.fragments_after(changes.steps):
+                del flats[fragment]
+        if flats:
+            PendingAverage(flats, engine).wait()
+            for fragment, means in flats.items():
+                fragment.write_means(means)
 
     # The statuses of the members.
 
-    def gather_status(self, weight: float = 1.0, *, is_finite: bool = True, **flags: bool) -> StatusGather:
-        """Ask all members at which step they are; do not wait for the answers. Collective."""
-        status = self.status(weight, is_finite=is_finite, **flags)
-        purpose = f"step {status.step}, the consensus check before an averaging"
-        self._gathers.append(StatusGather(status, self.group.transport, purpose))
-        return self._gathers[-1]
+    def _check_within(self, subgroup: Any, *, is_finite: bool) -> None:
+        """Compare statuses within the subgroup, so that all members raise together. Collective; blocks.
 
-    def status(self, weight: float = 1.0, *, is_finite: bool = True, **flags: bool) -> MemberStatus:
-        """Return this member's status."""
+        The subgroup is asked first each time, so that members at different steps compare there, and not in
+        different groups. If they disagree, they ask the group at once; the others refuse with them the next
+        time that they ask it.
+        """
+        status = self._status(is_finite=is_finite)
+        purpose = f"step {status.step}, the consensus check before an averaging"
+        if not are_alike(StatusGather(status, subgroup, purpose).read()):
+            check_alike(StatusGather(status, self.group.transport, purpose).read())
+
+    def _gather_status(self, weight: float = 1.0, **status: bool) -> None:
+        """Ask all members at which step they are; do not wait for the answers. Collective."""
+        own = self._status(weight, **status)
+        purpose = f"step {own.step}, the consensus check before an averaging"
+        self._gathers.append(StatusGather(own, self.group.transport, purpose))
+
+    def _status(self, weight: float = 1.0, *, is_finite: bool = True, **flags: bool) -> MemberStatus:
         outer = settings_digest(self._contributor.model.outer)
         return MemberStatus(self._contributor.steps, weight, is_finite, outer_settings=outer, **flags)
 
-    def read(self) -> tuple[MemberStatus, ...]:
+    def _read(self) -> tuple[MemberStatus, ...]:
         """Wait for all statuses that were asked for; return the last ones, or refuse on all alike."""
         statuses: tuple[MemberStatus, ...] = ()
         # In the order of asking, the same on all ranks: so all refuse at the same question.

@@ -1,26 +1,64 @@
-"""The changes of a model since its last averages: the contribution of `LocalSGD` and `DiLoCo`."""
+"""The changes of a model since its last averages, which `LocalSGD` puts in, and their engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.comm import Description
+from thinwire.comm import Description, ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.errors import StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contribution, Contributor
-from thinwire.local_sgd.engines import Engines
-from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
+from thinwire.local_sgd.fragment import Fragment, Fragments, layouts_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.outer import described_outer, nesterov_lr
-from thinwire.local_sgd.pending_average import Changes, PendingAverage, are_finite
+from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.schedule import EXACT, Schedule
 from thinwire.local_sgd.settings import Nesterov
-from thinwire.sync import Engine
+from thinwire.sync import Engine, Settings
+
+
+class Engines(NamedTuple):
+    """Engines that count together what they send over the group; a subgroup has a faster network."""
+
+    main: Engine  # of the changes that `algorithm` averages
+    warmup: Engine  # of changes in the warm-up
+    gradients: Engine  # of a DDP model in the warm-up; `warmup` if there is none
+    subgroup: Engine | None  # of changes or gradients within it
+
+
+def engines_of(
+    model: AveragedModel,
+    schedule: Schedule,
+    algorithm: Algorithm,
+    group: Transport,
+    health_group: Transport | None,
+    within: Transport | None = None,
+) -> Engines:
+    """Return the engines of a model and its schedule, over a group and perhaps a subgroup."""
+    averaged = model.tensors()
+    specs = [tensor.spec for tensor in averaged]
+    parts = layouts_of(averaged, schedule.streaming.fragments)
+    # The processes of a subgroup have the same changes, so each sends a part of them.
+    machines = None
+    if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
+        machines, _ = machines_of_subgroups(group, within)
+    # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
+    settings = Settings(health_group=health_group)
+    main = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
+    counts: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
+    settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
+    gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **counts)
+    if schedule.has_ddp and warmup.algorithm != EXACT:
+        # A separate one: `gradients` remembers those, not the parameters averaged when the warm-up ends.
+        warmup = Engine(EXACT, group, specs, settings, **counts)
+    subgroup = None if within is None else Engine(EXACT, within, specs, settings)
+    return Engines(main, warmup, gradients, subgroup)
 
 
 class ModelChanges(Contributor):
@@ -30,6 +68,7 @@ class ModelChanges(Contributor):
         together: Joins the processes that hold the shards of a replica, and must all be finite; or None.
         pending_steps: This process's since the last averaging.
         chosen: Fragments to average out of turn; None for those whose turn it is.
+        sent_at: Steps when the pending averaging was sent.
     """
 
     def __init__(
@@ -42,23 +81,23 @@ class ModelChanges(Contributor):
     ) -> None:
         super().__init__(model, (engines.main, engines.warmup), optimizers, group)
         self.schedule = schedule
-        # Members that come and go combine the statuses of their processes.
-        self.together = None if self._follows_members else engines.together
+        self._warmup, self._warm_gradients = engines.warmup, engines.gradients
+        # Whether the members change, and the outer learning rate with their number.
+        self._is_elastic = group.weigh_by in ("steps", "work")
+        # Elastic members combine the statuses of their processes; those of a machine have one change.
+        is_whole = self._is_elastic or engines.main.partition is not None
+        self.together = None if is_whole else model.replica.shards
         self.pending_steps = 0
         self.chosen: Sequence[Fragment] | None = None
-        self.turn_began = 0  # steps at the last turn
+        self._turn_began = 0  # steps at the last turn
         self._averaged_at = monotonic()
-        self._sent: Sequence[Fragment] = ()  # in the averaging under way
-        self.sent_at = 0  # steps when that was sent
+        self._sent: Sequence[Fragment] = ()  # in the pending averaging
+        self.sent_at = 0
 
     @property
     def fragments(self) -> Fragments:
         """The model's."""
         return self.model.fragments
-
-    def begin(self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm) -> None:
-        """Divide the model into fragments, on entry."""
-        self.model.divide(averaged, self.schedule, num_members, algorithm)
 
     # The schedule.
 
@@ -77,7 +116,7 @@ class ModelChanges(Contributor):
 
     @property
     def age(self) -> int:
-        """Steps since the averaging under way was sent."""
+        """Steps since the pending averaging was sent."""
         return self.steps - self.sent_at
 
     def is_due(self) -> bool:
@@ -85,23 +124,27 @@ class ModelChanges(Contributor):
         seconds = 0.0
         if self.schedule.every_seconds is not None:
             seconds = self._group.broadcast_scalar(monotonic() - self._averaged_at)
-        return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began, seconds)
+        return self.schedule.is_due(self.steps, self.turns, self.steps - self._turn_began, seconds)
+
+    @property
+    def rounds_due(self) -> int:
+        """The rounds of the pending averaging that are to be sent by now."""
+        (fragment,) = self._sent  # a delayed average holds one
+        return self.schedule.rounds_sent(self.age, fragment.num_rounds)
+
+    def go_by_steps(self, step: int) -> None:
+        """Let turns stand where the schedule says: so members that stay average together, whatever failed."""
+        self.turns, self._turn_began = self.schedule.position(step)
 
     def end_warmup(self) -> None:
         """Let the last step of the warm-up send what its algorithm has kept: no one would add to it later."""
-        if self._warm_engine.algorithm != EXACT and self.turn_began >= self.schedule.warmup.steps - 1:
-            self._warm_engine.buckets.use(EXACT)
-
-    @property
-    def _warm_engine(self) -> Engine:
-        return self.engines[-1]
-
-    @property
-    def engine(self) -> Engine:
-        return self.engine_after(self.turn_began)
+        step = self.steps if self.schedule.has_ddp else self._turn_began
+        if self._warm_gradients.algorithm != EXACT and step >= self.schedule.warmup.steps - 1:
+            self._warm_gradients.check_between_steps("use()")
+            self._warm_gradients.buckets.use(EXACT)
 
     def engine_after(self, step: int) -> Engine:
-        return self._warm_engine if step < self.schedule.warmup.steps else self.engines[0]
+        return self._warmup if step < self.schedule.warmup.steps else self.engines[0]
 
     # The view of a membership.
 
@@ -113,20 +156,29 @@ class ModelChanges(Contributor):
             return self.fragments
         return [self.fragments[(self.turns + turns_ahead) % len(self.fragments)]]
 
+    @property
+    def weight(self) -> float:
+        """The weight of a member that stays."""
+        return float(self._group.weigh_by != "contributors" or self.pending_steps > 0)
+
     def contribution(self, turns_ahead: int = 0) -> Contribution:
         fragments = self.fragments_after(self.steps, turns_ahead)
         changes = {fragment: fragment.changes() for fragment in fragments}
-        weight = self.own_weight
-        if self._follows_members:
+        weight = self.weight
+        if self._is_elastic:
             # Work that the averaging in doubt has taken is no part of the next one.
             weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
         return Contribution(weight, are_finite(changes, self.together), changes)
 
     def start(
-        self, tensors: Changes | None, scale: float, step: int, *, is_delayed: bool
+        self,
+        tensors: Mapping[Fragment, list[torch.Tensor]] | None,
+        scale: float,
+        step: int,
+        *,
+        is_delayed: bool,
     ) -> PendingAverage[Fragment]:
-        is_exact = self.schedule.is_warm_up(step)
-        known = tensors or {}
+        is_exact, known = self.schedule.is_warm_up(step), tensors or {}
         changes = {
             fragment: known[fragment] if fragment in known else fragment.changes()
             for fragment in self.fragments_after(step)
@@ -138,34 +190,16 @@ class ModelChanges(Contributor):
         for fragment in changes:
             fragment.sent_work = fragment.work
         self.sent_at = self.steps
-        engine = self._warm_engine if is_exact else self.engines[0]
+        engine = self._warmup if is_exact else self.engines[0]
         return PendingAverage(changes, engine, is_delayed=is_delayed and not is_exact)
 
-    @property
-    def rounds_due(self) -> int:
-        # A delayed average holds one fragment.
-        (fragment,) = self._sent
-        return self.schedule.rounds_sent(self.age, fragment.num_rounds)
-
-    def abandon(self) -> None:
-        self.go_by_steps(self.steps)
-
-    def go_by_steps(self, step: int) -> None:
-        """Let turns stand where the schedule says: so members that stay meet again, whatever has failed."""
-        self.turns, self.turn_began = self.schedule.position(step)
-
     def commit(
-        self,
-        pending: PendingAverage[Fragment] | None,
-        step: int,
-        num_members: int,
-        *,
-        may_be_empty: bool,
+        self, pending: PendingAverage[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
         self._averaged_at = monotonic()
         if pending is None:
             # No mistake while this member, or a newcomer, joins: next time it puts something in.
-            if self.steps > self.turn_began and not may_be_empty:
+            if self.steps > self._turn_began and not may_be_empty:
                 raise StepError(
                     "no member has counted any work since the last averaging, so nothing was averaged: call "
                     "count_work() before optimizer.step()"
@@ -173,7 +207,7 @@ class ModelChanges(Contributor):
             return
         model, algorithm, made = self.model, self.engines[0].algorithm, self.age
         is_exact = self.schedule.is_warm_up(step)
-        if self._follows_members and model.outer is not None and isinstance(model.make_outer, Nesterov):
+        if self._is_elastic and model.outer is not None and isinstance(model.make_outer, Nesterov):
             for group in model.outer.param_groups:
                 group["lr"] = nesterov_lr(model.make_outer, num_members, algorithm)
         # Without a step since it was sent there is nothing that is this member's to keep.
@@ -184,24 +218,14 @@ class ModelChanges(Contributor):
             fragment.work -= fragment.sent_work
         self.steps, self.pending_steps = step + made, 0
         if self.chosen is None:
-            self.turns, self.turn_began = self.turns + (not is_exact), step
-            if not self._follows_members:
+            self.turns, self._turn_began = self.turns + (not is_exact), step
+            if not self._is_elastic:
                 self.go_by_steps(step)
             self.end_warmup()
 
     @property
-    def own_weight(self) -> float:
-        """The weight of a member that stays."""
-        return float(self._group.weigh_by != "contributors" or self.pending_steps > 0)
-
-    @property
-    def _follows_members(self) -> bool:
-        """Whether the members change, and the outer learning rate with their number."""
-        return self._group.weigh_by in ("steps", "work")
-
-    @property
     def averaged_steps(self) -> int:
-        return self.turn_began
+        return self._turn_began
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {tensor.name: last for tensor, last in self.fragments.lasts}
@@ -211,7 +235,7 @@ class ModelChanges(Contributor):
             fragment.restore_last()
             fragment.work = fragment.sent_work = 0.0
         self.pending_steps = 0
-        self.steps = self.turn_began = step
+        self.steps = self._turn_began = step
         self.turns = turns
         self.end_warmup()
 
@@ -229,5 +253,5 @@ class ModelChanges(Contributor):
 
     @property
     def tolerates_other_settings(self) -> bool:
-        # Members that make as many steps as they can are at different ones when they meet.
+        # Members that make as many steps as they can are at different ones when they average.
         return super().tolerates_other_settings or self.schedule.every_seconds is not None

@@ -1,32 +1,25 @@
-"""The outer optimizer, which steps the last averages: made, described, and its state saved by shards."""
+"""The outer optimizer, which steps the last averages: how it is made, described and checked."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
 from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
-from thinwire.errors import ConfigError, StateError
-from thinwire.local_sgd.fragment import Averaged
-from thinwire.local_sgd.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.local_sgd.inner_optimizers import parameters_of
 from thinwire.local_sgd.settings import Nesterov
-from thinwire.torch_private import tree_map
 
 Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """The outer step; or what makes an optimizer of the last averaged parameters."""
 
-Lasts: TypeAlias = Sequence[tuple[Averaged, torch.Tensor]]
-"""Each averaged tensor with its last average."""
-
 PLAIN = bool | int | float
 OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
-
 
 # Each by whether the algorithm sends few entries.
 
@@ -68,11 +61,6 @@ def check_outer(outer: object) -> None:
         )
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the identities of the parameters that an optimizer holds."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
 def new_outer(
     make: Outer, parameters: list[torch.Tensor], num_members: int, every_steps: int, algorithm: Algorithm
 ) -> torch.optim.Optimizer:
@@ -86,7 +74,7 @@ def new_outer(
     if not isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
     # One that it lacks would stay where it is, and the model with it: the steps made there would be lost.
-    if held_by(outer) != set(map(id, parameters)):
+    if set(map(id, parameters_of(outer))) != set(map(id, parameters)):
         raise ConfigError(
             f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
         )
@@ -125,55 +113,3 @@ def settings_digest(outer: torch.optim.Optimizer | None) -> int:
     ]
     # 32 bits: members compare it in a message of float64, which holds those exactly.
     return zlib.crc32(repr(now).encode())
-
-
-def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) -> dict[str, Any]:
-    """Return an outer optimizer's state, as if it had whole parameters: copies on the CPU. Collective."""
-    # Copies: an optimizer hands out its own tensors, which go on changing.
-    state: dict[str, Any] = tree_map(
-        lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
-        outer.state_dict(),
-    )
-    for name, parameter, values, key in _tensors(outer, lasts, state):
-        # A tensor of the parameter's shape is sharded as it is; step counts are not.
-        if values[key].shape == parameter.shape:
-            values[key] = replica.whole({name: values[key]})[name]
-    return state
-
-
-def load_outer(
-    outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica, state: Mapping[str, Any]
-) -> None:
-    """Let an outer optimizer go on from what `saved_outer` has returned."""
-    copied = copy.deepcopy(dict(state))
-    for name, parameter, values, key in _tensors(outer, lasts, copied):
-        if values[key].shape == replica.shape_of(name, parameter):
-            values[key] = replica.own({name: values[key]})[name]
-    try:
-        outer.load_state_dict(copied)
-        # It takes the settings of most other kinds, and would fail in the first step without its own.
-        missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
-    except KeyError as error:
-        missing = list(error.args)
-    except ValueError as error:
-        raise StateError(f"the state is of a different outer optimizer: {error}") from error
-    if missing:
-        raise StateError(
-            f"the state is of a different outer optimizer: it has no {', '.join(missing)}, which "
-            f"{type(outer).__name__} needs; pass outer= as when it was saved"
-        )
-
-
-def _tensors(
-    outer: torch.optim.Optimizer, lasts: Lasts, state: Mapping[str, Any]
-) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
-    """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
-    # An optimizer knows no names: a state numbers the parameters, group by group.
-    names = {id(last): tensor.name for tensor, last in lasts}
-    parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
-    for number, values in state["state"].items():
-        if number >= len(parameters):
-            continue  # of a different optimizer: this one refuses it when it is loaded
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                yield names[id(parameters[number])], parameters[number], values, key

@@ -1,31 +1,29 @@
-"""Averages under way: changes are sent round by round until they are averaged."""
+"""A pending average: changes that are sent round by round until they are their means."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from thinwire.algorithms import all_finite
 from thinwire.comm import Transport, true_for_all
 from thinwire.errors import StepError
-from thinwire.local_sgd.fragment import Buckets, Fragment
+from thinwire.local_sgd.fragment import Buckets
 from thinwire.sync import Engine
 from thinwire.sync.step import Step
 
 Part = TypeVar("Part", bound=Buckets)
 
-Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
-"""For each fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
-
 
 class PendingAverage(Generic[Part]):
-    """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
+    """Changes of some fragments, flat, a tensor for each bucket; they become their means, in place.
 
-    Without an engine the changes are their means already: from a saved state.
+    Collective: the first messages are sent. Without an engine the changes are their means already: from a
+    saved state.
     """
 
     def __init__(
@@ -97,17 +95,3 @@ def are_finite(changes: Mapping[Part, list[torch.Tensor]], together: Transport |
     # `isfinite()` of whole tensors would take several times as long on a CPU as a copy of them.
     are = all_finite(*chain(*changes.values()))
     return bool(are if together is None else true_for_all(are, together, "whether all shards are finite"))
-
-
-def have_moved(changes: Changes, together: Transport | None) -> bool:
-    """Return whether any parameter has changed, on some shard of a replica. Cost: a host synchronisation."""
-    # Buffers do in every forward pass.
-    moved = [
-        flat.any()
-        for fragment, flats in changes.items()
-        for specs, flat in zip(fragment.layout, flats, strict=True)
-        if not specs[0].is_statistic
-    ]
-    # A shard without parameters must still join the collective.
-    still = ~torch.stack([flag.to(moved[0].device) for flag in moved]).any() if moved else torch.tensor(True)
-    return not (still if together is None else true_for_all(still, together, "whether all shards are still"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,15 +12,17 @@ import torch
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.fragment import Fragments
-from thinwire.local_sgd.outer import load_outer
+from thinwire.local_sgd.fragment import Averaged
+from thinwire.local_sgd.inner_optimizers import parameters_of
 from thinwire.local_sgd.replica import Replica
 from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, damage_named, digest_of
+from thinwire.torch_private import tree_map
 
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
-COUNTS = ("lineage", "commits", "turns")
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
+Lasts: TypeAlias = Sequence[tuple[Averaged, torch.Tensor]]
+"""Each averaged tensor with its last average."""
 
 
 class LoadedState(NamedTuple):
@@ -27,7 +30,7 @@ class LoadedState(NamedTuple):
 
     step: int  # attempted
     sent_after: Sequence[int]  # of each fragment, the step after which its change was last sent
-    in_flight: Sequence[tuple[int, Tensors]]  # come, not applied: a fragment's number, mean changes
+    pending: Sequence[tuple[int, Tensors]]  # come, not applied: a fragment's number, mean changes
     last_average: Tensors  # by name
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
@@ -36,27 +39,10 @@ class LoadedState(NamedTuple):
     members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
 
 
-def packed_state(
-    *,
-    step: int,
-    sent_after: Sequence[int],
-    last_average: Tensors,
-    sync: Mapping[str, Any],
-    outer: Mapping[str, Any] | None,
-    in_flight: Sequence[tuple[int, Tensors]] = (),
-    **parts: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return a state; of its `parts`, those of the warm-up and of members that there are."""
-    state = {
-        "version": FORMAT,
-        "step": step,
-        "sent_after": tuple(sent_after),
-        "in_flight": tuple(in_flight),
-        "last_average": last_average,
-        "sync": sync,
-        "outer": outer,
-    }
-    return state | {key: part for key, part in parts.items() if part is not None}
+def packed_state(**parts: Any) -> dict[str, Any]:
+    """Return a state of its parts by key; of the warm-up and of members only what there is."""
+    optional = {key: part for key in ("warmup", "members") if (part := parts.pop(key, None)) is not None}
+    return {"version": FORMAT, "in_flight": (), **parts, **optional}
 
 
 def members_of(loaded: LoadedState) -> Mapping[str, Any]:
@@ -66,42 +52,6 @@ def members_of(loaded: LoadedState) -> Mapping[str, Any]:
     # Members that load the same state are of one lineage.
     lineage = loaded.digest | 1
     return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
-
-
-def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
-    """Let fragments and outer optimizer go on from a state."""
-    fragments, sent_after = model.fragments, loaded.sent_after
-    if model.outer is not None and loaded.outer is not None:
-        _load_outer(model.outer, fragments, model.replica, loaded)
-    # Saved with a different number of fragments: as if all had waited as long as the longest.
-    if len(sent_after) != len(fragments):
-        sent_after = [min(sent_after)] * len(fragments)
-    for fragment, step in zip(fragments, sent_after, strict=True):
-        fragment.set_last(loaded.last_average)
-        fragment.sent_after = step
-        if loaded.members is not None:  # which save the model as well
-            fragment.restore_last()
-
-
-def _load_outer(
-    outer: torch.optim.Optimizer, fragments: Fragments, replica: Replica, loaded: LoadedState
-) -> None:
-    """Let an outer optimizer go on from a state, with which it has made a step of nothing first."""
-    assert loaded.outer is not None
-    # Only the optimizer knows what its state must hold: a wrong one would end the next averaging.
-    try:
-        load_outer(outer, fragments.lasts, replica, loaded.outer)
-        for fragment in fragments:
-            fragment.set_last(loaded.last_average)
-            fragment.outer_step([flat.zero_() for flat in fragment.empty()], outer)
-    except StateError:
-        raise
-    except Exception as error:  # optimizers raise what they like
-        raise StateError(
-            f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load an "
-            "earlier one, or pass outer= as when it was saved"
-        ) from error
-    load_outer(outer, fragments.lasts, replica, loaded.outer)  # again: that step is in no average
 
 
 def checked_state(
@@ -116,7 +66,7 @@ def checked_state(
         loaded = LoadedState(
             step=whole_number("step", state["step"], minimum=0, error=StateError),
             sent_after=list(map(int, state["sent_after"])),
-            in_flight=[(int(number), dict(means)) for number, means in state["in_flight"]],
+            pending=[(int(number), dict(means)) for number, means in state["in_flight"]],
             last_average=dict(state["last_average"]),
             sync=state["sync"],
             outer=state["outer"],
@@ -126,13 +76,13 @@ def checked_state(
         )
         # A mean that has come is of one division of the model, and can't be applied to the parts of another.
         num_saved = len(loaded.sent_after)
-        if loaded.in_flight and num_saved != len(shapes):
+        if loaded.pending and num_saved != len(shapes):
             raise StateError(
                 f"the state was saved while one of {num_saved} fragments was under way, and here are "
                 f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
             )
         _check_tensors("last_average", loaded.last_average, dict(chain(*(part.items() for part in shapes))))
-        for number, means in loaded.in_flight:
+        for number, means in loaded.pending:
             _check_tensors(f"in_flight of fragment {number}", means, shapes[number])
     if loaded.outer is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
@@ -144,9 +94,9 @@ def checked_state(
 
 
 def _checked_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    counts = {key: whole_number(key, members[key], minimum=0, error=StateError) for key in COUNTS}
+    counts = ("lineage", "commits", "turns")
     return {
-        **counts,
+        **{key: whole_number(key, members[key], minimum=0, error=StateError) for key in counts},
         "not_averaged": dict(members["not_averaged"]),
         "residual_of": set(members["residual_of"]),
         "optimizers": [dict(state) for state in members["optimizers"]],
@@ -167,3 +117,84 @@ def _check_tensors(key: str, tensors: Tensors, shapes: Mapping[str, tuple[int, .
                 f"numbers of shape {shapes[name]}; load the state of the same model"
             )
     check_finite(key, tensors)  # it would be in every process's model with the first averaging
+
+
+def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
+    """Let fragments and outer optimizer go on from a state."""
+    fragments, outer = model.fragments, model.outer
+    if outer is not None and loaded.outer is not None:
+        # Only the optimizer knows what its state must hold: a wrong one would end the next averaging. So it
+        # makes a step of nothing first.
+        try:
+            _load_outer(outer, fragments.lasts, model.replica, loaded.outer)
+            for fragment in fragments:
+                fragment.set_last(loaded.last_average)
+                fragment.outer_step([flat.zero_() for flat in fragment.empty()], outer)
+        except StateError:
+            raise
+        except Exception as error:  # optimizers raise what they like
+            raise StateError(
+                f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load "
+                "an earlier one, or pass outer= as when it was saved"
+            ) from error
+        _load_outer(outer, fragments.lasts, model.replica, loaded.outer)  # that step is in no average
+    # Saved with a different number of fragments: as if all had waited as long as the longest.
+    sent_after = loaded.sent_after
+    if len(sent_after) != len(fragments):
+        sent_after = [min(sent_after)] * len(fragments)
+    for fragment, step in zip(fragments, sent_after, strict=True):
+        fragment.set_last(loaded.last_average)
+        fragment.sent_after = step
+        if loaded.members is not None:  # which save the model as well
+            fragment.restore_last()
+
+
+def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) -> dict[str, Any]:
+    """Return an outer optimizer's state, as if it had whole parameters: copies on the CPU. Collective."""
+    # Copies: an optimizer hands out its own tensors, which go on changing.
+    state: dict[str, Any] = tree_map(
+        lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
+        outer.state_dict(),
+    )
+    for name, parameter, values, key in _tensors(outer, lasts, state):
+        # A tensor of the parameter's shape is sharded as it is; step counts are not.
+        if values[key].shape == parameter.shape:
+            values[key] = replica.whole({name: values[key]})[name]
+    return state
+
+
+def _load_outer(
+    outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica, state: Mapping[str, Any]
+) -> None:
+    copied = copy.deepcopy(dict(state))
+    for name, parameter, values, key in _tensors(outer, lasts, copied):
+        if values[key].shape == replica.shape_of(name, parameter):
+            values[key] = replica.own({name: values[key]})[name]
+    try:
+        outer.load_state_dict(copied)
+        # It takes the settings of most other kinds, and would fail in the first step without its own.
+        missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
+    except KeyError as error:
+        missing = list(error.args)
+    except ValueError as error:
+        raise StateError(f"the state is of a different outer optimizer: {error}") from error
+    if missing:
+        raise StateError(
+            f"the state is of a different outer optimizer: it has no {', '.join(missing)}, which "
+            f"{type(outer).__name__} needs; pass outer= as when it was saved"
+        )
+
+
+def _tensors(
+    outer: torch.optim.Optimizer, lasts: Lasts, state: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
+    """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
+    # An optimizer knows no names: a state numbers the parameters, group by group.
+    names = {id(last): tensor.name for tensor, last in lasts}
+    parameters = parameters_of(outer)
+    for number, values in state["state"].items():
+        if number >= len(parameters):
+            continue  # of a different optimizer: this one refuses it when it is loaded
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                yield names[id(parameters[number])], parameters[number], values, key

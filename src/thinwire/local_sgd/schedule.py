@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.checks import number, shown, whole_count
+from thinwire.checks import checked_scaler, number, shown, whole_count
 from thinwire.errors import ConfigError
 from thinwire.local_sgd.settings import Streaming, Warmup
+from thinwire.sync.settings import checked_on_nonfinite
 
 Level: TypeAlias = Literal["group", "subgroup"]
 
@@ -31,14 +32,14 @@ class Schedule:
     def __post_init__(self) -> None:
         every_steps = whole_count("every_steps", self.every_steps, minimum=1)
         object.__setattr__(self, "every_steps", every_steps)
-        if not isinstance(self.warmup, Warmup):
-            given = shown(self.warmup)
-            raise ConfigError(f"warmup must be a thinwire.Warmup, got {given}; such as Warmup(100)")
-        if not isinstance(self.streaming, Streaming):
-            given = shown(self.streaming)
-            raise ConfigError(
-                f"streaming must be a thinwire.Streaming, got {given}; such as Streaming(fragments=2)"
-            )
+        for name, kind, example in (
+            ("warmup", Warmup, "Warmup(100)"),
+            ("streaming", Streaming, "Streaming(fragments=2)"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(
+                    f"{name} must be a thinwire.{kind.__name__}, got {shown(value)}; such as {example}"
+                )
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
         if self.every_seconds is not None:
             if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
@@ -53,13 +54,28 @@ class Schedule:
                 f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
                 "separate step, so take at most as many"
             )
-        # At most one average is under way.
+        # At most one average is pending.
         if delay_steps * fragments >= every_steps:
             longest = (every_steps - 1) // fragments
             raise ConfigError(
                 f"delay_steps={delay_steps} does not go with every_steps={every_steps} / "
                 f"fragments={fragments}: an average must be there before the next one is sent; take "
                 f"delay_steps={longest} or less"
+            )
+
+    def check_gradient_settings(self, grad_scaler: object) -> None:
+        """Refuse settings of gradients if none are averaged, or not by all."""
+        checked_scaler(grad_scaler)
+        on_nonfinite = checked_on_nonfinite(self.warmup.on_nonfinite, grad_scaler)
+        if on_nonfinite != "nan" and not self.has_ddp:
+            raise ConfigError(
+                f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
+                "is a plain module, whose parameters are averaged; leave it out"
+            )
+        if on_nonfinite == "raise" and self.has_subgroup:
+            raise ConfigError(
+                'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
+                'raise; use "zero"'
             )
 
     def __str__(self) -> str:
@@ -76,8 +92,8 @@ class Schedule:
         return USUAL_LOCAL_WEIGHT if self.streaming.delay_steps and not algorithm.sends_few_entries else 0.0
 
     @property
-    def has_inner_averagings(self) -> bool:
-        """Whether parameters are averaged within subgroups."""
+    def averages_within(self) -> bool:
+        """Whether parameters are averaged within subgroups; of a DDP model the gradients are."""
         return self.has_subgroup and not self.has_ddp
 
     def is_warm_up(self, step: int) -> bool:

@@ -28,7 +28,9 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
     In FSDP2's own layout over one dimension the state is of the whole model. In any other (tensor or expert
     parallel, native HSDP, a stage of a pipeline) each process saves its part.
     """
-    parameters, meshes = list(module.parameters()), _meshes_of(module)
+    parameters = list(module.parameters())
+    laid_out = [parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")]
+    meshes = list({str(mesh.mesh.tolist()): mesh for mesh in laid_out}.values())  # each once
     if any(map(attached_to, parameters)):
         raise AttachError(
             "the model is attached already: its gradients are averaged in every step, so averaging models "
@@ -69,8 +71,22 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
 
 
 def _saves_whole(module: nn.Module, replicas: object, meshes: list[DeviceMesh]) -> bool:
-    is_usual = len(meshes) == 1 and meshes[0].ndim == 1 and _holds_all(module)
-    return is_usual or not _lies_outside(replicas, meshes)
+    """Return whether an FSDP2 model's state is of the whole model."""
+    if len(meshes) == 1 and meshes[0].ndim == 1:
+        reshard(module)
+        # Experts may lie beside what fully_shard holds.
+        held = {id(parameter) for _, parameter in ShardedModel(module).parameters}
+        if all(id(it) in held for it in module.parameters() if hasattr(it, "device_mesh")):
+            return True
+    # Replicas that are no dimension of the meshes over which the parts lie: each process saves its own.
+    if isinstance(replicas, Transport):
+        return False
+    if isinstance(replicas, DeviceMesh):
+        ranks = replicas.mesh.flatten().tolist()
+    else:
+        ranks = dist.get_process_group_ranks(replicas) if isinstance(replicas, dist.ProcessGroup) else []
+    inside = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    return len(inside.intersection(ranks)) != 1
 
 
 def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine) -> GradientSync:
@@ -80,33 +96,6 @@ def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine)
         whole = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         pieces.setdefault(name, Piece(name, whole, shape, None, 0))
     return ShardedSync(engine, inside, {spec.name: pieces[spec.name] for spec in engine.specs})
-
-
-def _holds_all(module: nn.Module) -> bool:
-    """Return whether fully_shard holds all that is a DTensor: experts may lie beside it."""
-    reshard(module)
-    held = {id(parameter) for _, parameter in ShardedModel(module).parameters}
-    return all(
-        id(parameter) in held for parameter in module.parameters() if hasattr(parameter, "device_mesh")
-    )
-
-
-def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
-    """Return the meshes over which parameters of a module are laid out, each once."""
-    meshes = [parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
-    return list({str(mesh.mesh.tolist()): mesh for mesh in meshes}.values())
-
-
-def _lies_outside(replicas: object, meshes: list[DeviceMesh]) -> bool:
-    """Return whether replicas are no dimension of the meshes over which the parts of a model lie."""
-    if isinstance(replicas, Transport):
-        return True
-    if isinstance(replicas, DeviceMesh):
-        ranks = replicas.mesh.flatten().tolist()
-    else:
-        ranks = dist.get_process_group_ranks(replicas) if isinstance(replicas, dist.ProcessGroup) else []
-    inside = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    return len(inside.intersection(ranks)) == 1
 
 
 def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
@@ -122,7 +111,7 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
         if name in names:
             dim = names.index(name)
             coordinate = root.get_coordinate()
-            assert coordinate is not None, "a process of the mesh has its place in it"
+            assert coordinate is not None, "a process of the mesh has its coordinate in it"
             return list(map(int, root.mesh.select(dim, coordinate[dim]).flatten().tolist()))
     # Experts may lie on a part of the processes that hold the rest, or on all of them in two dimensions.
     ranks_of = [list(map(int, mesh.mesh.flatten().tolist())) for mesh in meshes] or [[dist.get_rank()]]

@@ -11,13 +11,13 @@ from torch import nn
 from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
-from thinwire.local_sgd.averaged_model import AveragedModel, Optimizers
+from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.elastic_members import Member, joining
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.member import Member, joining
-from thinwire.local_sgd.optimizer_state import as_sharded
+from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
@@ -73,16 +73,16 @@ class Steps(Member):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        held, optimizers, group, health_group = joining(model, optimizer, group, buffers=False)
+        averaged, optimizers, group = joining(model, optimizer, group, buffers=False)
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        specs, parts = [parameter.spec for parameter in held.tensors()], layouts_of(held.tensors(), 1)
-        settings = Settings(health_group=health_group)
+        tensors = averaged.tensors()
+        settings = Settings(health_group=group.inside if group.has_parts else None)
+        specs, parts = [parameter.spec for parameter in tensors], layouts_of(tensors, 1)
         engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
-        gradients = Gradients(held, engine, optimizers, group)
-        membership = ElasticMembership(group, gradients, type(self).__name__)
-        super().__init__(gradients, membership, held.replica.sync_of(engine))
+        gradients = Gradients(averaged, engine, optimizers, group)
+        super().__init__(gradients, ElasticMembership(group, gradients, type(self).__name__))
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
 from thinwire.adapters.ddp_model import hook_of
-from thinwire.algorithms.registry import parsed
+from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
 from thinwire.errors import AttachError, StateError, ThinwireError
-from thinwire.preload.settings import VARIABLE, Options
+from thinwire.preload.settings import VARIABLE, Options, averaging_of
 from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import default_store, not_compiled, remove_forward_pre_hooks
 from thinwire.version import __version__
@@ -39,6 +39,23 @@ BY_ITSELF = "the script attaches by itself"
 _num_built: Counter[tuple[int, ...]] = Counter()  # models, of each group of processes
 _runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # of models that live
 _waiting: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # for their first pass that trains
+
+
+_attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_state_of_ddp = DistributedDataParallel.__getstate__
+
+
+def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
+    """Let scripts pickle and copy a model whole: what they get is as without the door."""
+    state: dict[str, Any] = _state_of_ddp(model)
+    if model in _attached:
+        hooks = state["_forward_pre_hooks"].items()
+        others = [(key, hook) for key, hook in hooks if not type(hook).__module__.startswith("thinwire.")]
+        state |= {"_comm_hooks": [], "_forward_pre_hooks": OrderedDict(others)}
+    return state
+
+
+DistributedDataParallel.__getstate__ = _state_without_ours  # type: ignore[method-assign]
 
 
 def note_built(model: DistributedDataParallel) -> None:
@@ -117,6 +134,7 @@ class _BeforeFirstPass:
             if problem != BY_ITSELF:
                 _leave_alone(self._options, differs or problem)
         elif run is not None:
+            _attached.add(model)
             run.begin()
 
 
@@ -136,19 +154,16 @@ def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     owned = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     scalers = [scaler for scaler in _live(GradScaler) if scaler.is_enabled()]
     settings: dict[str, Any] = {"grad_scaler": scalers[0]} if len(scalers) == 1 else {}
-    algorithm = parsed(options.algorithm)
-    if not isinstance(algorithm, dict):
-        return attach(model, algorithm, **settings)
-    # Imported here: it measures, which needs more than attaching does.
-    from thinwire.advice import auto  # noqa: PLC0415
-
+    averaging = averaging_of(options.algorithm)
+    if isinstance(averaging, Algorithm):
+        return attach(model, averaging, **settings)
     optimizer = next((found for found in _live(torch.optim.Optimizer) if _trains(found, owned)), None)
     if optimizer is None:
         raise AttachError(
             "no optimizer trains this model yet, and auto needs to know it; build it before the first "
             "forward pass, or name an algorithm"
         )
-    return auto(model, optimizer, **algorithm, **settings).sync
+    return averaging(model, optimizer, **settings).sync
 
 
 class _Run:
@@ -156,6 +171,8 @@ class _Run:
 
     The model's engine keeps it, as an observer of its steps, so it ends with the model.
     """
+
+    _has_begun = False
 
     def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
         self._sync, self._options, self._number = sync, options, votes.number
@@ -174,7 +191,7 @@ class _Run:
         return f"step {self._sync.steps}"
 
     def begin(self) -> None:
-        self._stats = self._sync.stats()
+        self._stats, self._has_begun = self._sync.stats(), True
         engine_of(self._sync).reporter.observers.append(self._after_step)
         _runs.add(self)
         # Python lets no other thread than the first take signals.
@@ -204,8 +221,15 @@ class _Run:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def __del__(self) -> None:
+        # The function that trained the model has returned, long before the process ends.
+        self.end()
+
     def end(self) -> None:
-        """Save what is remembered, and say what was sent."""
+        """Save what is remembered, and say what was sent, once."""
+        if not self._has_begun:
+            return
+        self._has_begun = False
         self._watch.close()
         if self._folder is not None:
             try:

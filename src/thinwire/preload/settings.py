@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING
 
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import parsed
 from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from thinwire.advice.automatic import Auto
 
 VARIABLE, OPTIONS_VARIABLE = "THINWIRE_ATTACH", "THINWIRE_ATTACH_OPTIONS"
 
@@ -30,7 +37,7 @@ class Options:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(parsed(self.algorithm), dict) and self.checkpoint is not None:
+        if not isinstance(averaging_of(self.algorithm), Algorithm) and self.checkpoint is not None:
             raise ConfigError("auto with a checkpoint: auto chooses again in each run; leave one of both out")
 
     def environment(self) -> dict[str, str]:
@@ -41,3 +48,18 @@ class Options:
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Options:
         return cls(environment[VARIABLE], **json.loads(environment.get(OPTIONS_VARIABLE, "{}")))
+
+
+def averaging_of(text: str) -> Algorithm | Callable[..., Auto]:
+    """Return the algorithm that a text names, or `auto` with its settings."""
+    settings = parsed(text)
+    if isinstance(settings, Algorithm):
+        return settings
+    # Here: it measures, which needs more than an algorithm does.
+    from thinwire.advice.automatic import auto  # noqa: PLC0415
+
+    takes = signature(auto).parameters.values()
+    names = [argument.name for argument in takes if argument.kind is argument.KEYWORD_ONLY]
+    for name in settings.keys() - {*names, "machines", "host_check", "on_nonfinite"}:
+        raise ConfigError(f"auto has no setting {name!r}; it has {', '.join(names)}")
+    return partial(auto, **settings)

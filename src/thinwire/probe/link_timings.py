@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,19 +15,15 @@ from thinwire.errors import ConfigError
 VERSION = 1
 # If the quartiles are this many medians apart, something else went on during the measurement.
 DOUBTFUL_SPREAD = 5
-# Two processes are near each other if a message between them takes less than this share of the slowest.
-NEAR_BELOW = 1 / 3
 # The time of shorter messages is mostly latency.
 LEAST_PAIR_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Timing:
-    """An averaging collective of one message size.
+    """An averaging collective of one message size, in bytes that each process contributes.
 
-    Attributes:
-        message_bytes: What each process contributes.
-        seconds: Of each repetition, mean over the processes.
+    `seconds` are of each repetition, mean over the processes.
     """
 
     message_bytes: int
@@ -42,8 +37,7 @@ class Timing:
     @property
     def spread_seconds(self) -> float:
         """Between the quartiles; 0 of a single repetition."""
-        low, high = self.quartiles
-        return high - low
+        return self.quartiles[1] - self.quartiles[0]
 
     @property
     def quartiles(self) -> tuple[float, float]:
@@ -56,13 +50,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class PairTiming:
-    """A message between two processes.
-
-    Attributes:
-        processes: Their ranks.
-        message_bytes: Its size.
-        seconds: One direction, the fastest of several.
-    """
+    """A message between two processes, by rank; `seconds` are of one direction, the fastest of several."""
 
     processes: tuple[int, int]
     message_bytes: int
@@ -79,7 +67,7 @@ class Probe:
         device: Where the messages lay, such as "cpu".
         timings: By message size, ascending.
         pairs: Of single pairs of processes.
-        nodes: Process ranks that are near each other; one list if no structure was seen.
+        nodes: The ranks on each machine, as `attach` finds machines; all in one list if it finds none.
         wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
             wire, if measured: at least 1; 2 if two processes send one after the other.
         hosts: Name of each process's machine, by rank; empty if not known.
@@ -140,10 +128,9 @@ class Probe:
         """The reason to doubt it, in words; "" if there is none."""
         for timing in self.timings:
             if timing.spread_seconds > DOUBTFUL_SPREAD * timing.median_seconds:
-                return (
-                    f"averagings of {timing.message_bytes:,} bytes had a spread of over {DOUBTFUL_SPREAD} "
-                    "times their median; probe again while nothing else uses the machines and the network"
-                )
+                spread = f"bytes had a spread of over {DOUBTFUL_SPREAD} times their median"
+                again = "probe again while nothing else uses the machines and the network"
+                return f"averagings of {timing.message_bytes:,} {spread}; {again}"
         return ""
 
     def pair_bytes_per_second(self, *, inside: bool) -> float | None:
@@ -236,22 +223,3 @@ class Probe:
 def ring_share(world_size: int) -> float:
     """Return how many times a message each process of a ring all-reduce sends."""
     return 2 * (world_size - 1) / world_size
-
-
-def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
-    """Return the processes that are joined by pairs that are much faster than the slowest one.
-
-    Examples:
-        >>> near, far = PairTiming((0, 1), 1000, 0.001), PairTiming((1, 2), 1000, 0.1)
-        >>> nodes_of(3, [near, far])
-        [[0, 1], [2]]
-    """
-    slowest = max((pair.seconds for pair in pairs), default=0.0)
-    nodes = [[process] for process in range(world_size)]
-    for pair in pairs:
-        # A near pair joins the groups of both.
-        if pair.seconds < NEAR_BELOW * slowest:
-            joined = [node for node in nodes if not set(node).isdisjoint(pair.processes)]
-            nodes = [node for node in nodes if node not in joined] + [sorted(set[int]().union(*joined))]
-    # If no two processes are near each other there is no structure, and one group says so.
-    return sorted(nodes) if len(nodes) < world_size else [list(range(world_size))]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from thinwire.checks import whole_number
 from thinwire.comm import Collective, round_trips_over_gloo, wire_bytes
-from thinwire.probe.link_timings import Probe, ring_share
+from thinwire.probe.link_timings import Probe, Timing, ring_share
 
 
 class Transfer(NamedTuple):
@@ -30,12 +31,27 @@ class MeasuredLink:
         members: That exchange messages.
         shards: Processes of a machine that hold a replica together, and share its one link.
         processes: Of a machine, that average inside of it first, and then send what a single one would.
+        is_stated: Whether nothing was measured: the probe is made up of a rate and a round trip.
     """
 
     probe: Probe
     members: int
     shards: int = 1
     processes: int = 1
+    is_stated: bool = False
+
+    @classmethod
+    def of_rate(
+        cls, bits_per_second: float, round_trip_seconds: float, machines: int, processes: int = 1
+    ) -> MeasuredLink:
+        """Return the link between machines of some processes; inside of a machine averaging takes no time."""
+        machines = whole_number("machines", machines, minimum=2)
+        processes = whole_number("gpus", processes, minimum=1)
+        # Any two sizes tell the rate, and a message of nothing takes half a round trip.
+        per_byte = 8 * ring_share(machines) / bits_per_second
+        timings = [Timing(4 + size, [round_trip_seconds / 2 + size * per_byte]) for size in (0, 1 << 24)]
+        probe = Probe(machines, "gloo", "cpu", timings, [], [list(range(machines))])
+        return cls(probe, machines, processes=processes, is_stated=True)
 
     @classmethod
     def of(cls, probe: Probe, shards: int = 1) -> MeasuredLink:
@@ -73,10 +89,14 @@ class MeasuredLink:
         probed_seconds = 2 * self.probe.latency_seconds
         if round_trip_seconds is None:
             round_trip_seconds = probed_seconds
-        seconds -= self._waiting("all_reduce", averaged_bytes, self.probe.world_size, probed_seconds)
-        seconds += self._waiting(collective, handed_bytes, self.members, round_trip_seconds)
         busy_seconds = sent_bytes / self.probe.known_rate()
-        return Transfer(busy_seconds, max(0.0, seconds - busy_seconds))
+        late_seconds = self._waiting(collective, handed_bytes, self.members, round_trip_seconds)
+        if not self.is_stated:  # whatever else a message of this size has taken
+            probed_waiting = self._waiting(
+                "all_reduce", averaged_bytes, self.probe.world_size, probed_seconds
+            )
+            late_seconds += seconds - probed_waiting - busy_seconds
+        return Transfer(busy_seconds, max(0.0, late_seconds))
 
     @property
     def counts_round_trips(self) -> bool:

@@ -24,7 +24,7 @@ from thinwire.comm import (
     ranks_by_machine,
 )
 from thinwire.errors import ConfigError
-from thinwire.probe.link_timings import PairTiming, Probe, Timing, nodes_of, ring_share
+from thinwire.probe.link_timings import PairTiming, Probe, Timing, ring_share
 from thinwire.tensors.accelerators import wait_for
 
 # Four times from one to the next: between them, `average_seconds` is linear.
@@ -34,8 +34,7 @@ KEPT_FOR_LARGE = 3  # shares of the time
 COLLECTIVE_REPETITIONS = 4
 PAIR_REPETITIONS, PAIR_SECONDS = 5, 0.05
 MAX_PROCESSES_FOR_ALL_PAIRS = 8
-# How much later than the others one process comes, besides a latency: in training they never come at once,
-# and then what is sent may go before what is received, and not beside it.
+# How much later than the others one process comes, besides a latency: in training they never come at once.
 LATE_SECONDS = 0.005
 IN_FLIGHT, STREAM_REPETITIONS, MAX_STREAMED_BYTES = 8, 3, 5 << 19
 PURPOSE = "a probe"
@@ -81,18 +80,10 @@ def probe(
     timings = list(prober.time_averagings(5 / 8 * budget_seconds))
     wire_factors = prober.time_collectives(timings, budget_seconds / 8)
     pairs = prober.time_pairs(timings, budget_seconds / 4)
-    # These are the machines that `attach` finds; where the launcher names none, pairs tell who is near.
-    machines = ranks_by_machine(transport)
-    return Probe(
-        world_size=transport.size,
-        backend=transport.backend_for(device),
-        device=device.type,
-        timings=timings,
-        pairs=pairs,
-        nodes=machines if len(machines) > 1 else nodes_of(transport.size, pairs),
-        wire_factors=wire_factors,
-        hosts=[name.decode() for name in gather_bytes(gethostname().encode(), transport, PURPOSE)],
-    )
+    hosts = [name.decode() for name in gather_bytes(gethostname().encode(), transport, PURPOSE)]
+    backend = transport.backend_for(device)
+    nodes = ranks_by_machine(transport)
+    return Probe(transport.size, backend, device.type, timings, pairs, nodes, wire_factors, hosts)
 
 
 def compare_streams(counts: Sequence[int], measured: Probe) -> dict[int, float]:
@@ -185,9 +176,8 @@ class Prober:
         averaged = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
 
         def seconds_of(start: Callable[[], Work]) -> float:
-            timed = [
-                self.time_with_one_late(n, start, late_seconds) for n in range(COLLECTIVE_REPETITIONS + 1)
-            ]
+            numbers = range(COLLECTIVE_REPETITIONS + 1)
+            timed = [self.time_with_one_late(number, start, late_seconds) for number in numbers]
             return median(timed[1:])  # the first makes connections, as above
 
         self.progress(f"all-gather and all-to-all, {message_bytes:,} bytes")

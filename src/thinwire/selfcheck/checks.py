@@ -63,9 +63,8 @@ class CheckContext:
 
     def true_mean(self, step: int) -> torch.Tensor:
         """Return the mean of all processes' gradients in a step, fp64; each process can compute it."""
-        return torch.stack([self.gradient(step, rank).double() for rank in range(self.transport.size)]).mean(
-            0
-        )
+        gradients = [self.gradient(step, rank).double() for rank in range(self.transport.size)]
+        return torch.stack(gradients).mean(0)
 
     def engine(
         self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
@@ -176,16 +175,16 @@ def models_stay_the_same(context: CheckContext) -> None:
     context.expect(sync.stats().compression_ratio > 2, "nothing was compressed")
 
 
-_CHECKED = [
-    (variant, *(("loses nothing", loses_nothing) if entry.has_memory else ("gives the mean", gives_the_mean)))
-    for entry in REGISTRY
-    for variant in entry.variants
-    if variant.is_checked
-]
 CHECKS: dict[str, Check] = {
     **{
-        f"{variant.code} {what}": partial(check, algorithm=variant.algorithm, tolerance=variant.tolerance)
-        for variant, what, check in _CHECKED
+        f"{variant.code} {'loses nothing' if entry.has_memory else 'gives the mean'}": partial(
+            loses_nothing if entry.has_memory else gives_the_mean,
+            algorithm=variant.algorithm,
+            tolerance=variant.tolerance,
+        )
+        for entry in REGISTRY
+        for variant in entry.variants
+        if variant.is_checked
     },
     "an overflow on one process is skipped by a GradScaler on all": partial(
         overflow_leaves_no_trace, host_check=True

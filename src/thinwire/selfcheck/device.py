@@ -40,8 +40,7 @@ def measure(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]]) -> 
     """Return rows of arithmetic, of steps, and of what failed, while the rest went on. Collective."""
     page: dict[str, list[Row]] = {"arithmetic": [], "steps": [], "failures": []}
     parts = [("arithmetic", f"matrix rank {rank}", partial(_arithmetic, context, rank)) for rank in RANKS]
-    step = partial(_step, context, buckets)
-    parts += [("steps", str(algorithm), partial(step, algorithm)) for algorithm in ALGORITHMS]
+    parts += [("steps", str(kind), partial(_step, context, buckets, kind)) for kind in ALGORITHMS]
     for table, name, part in parts:
         if context.transport.rank == 0:
             context.say(f"measuring {table} of {name}")
@@ -61,9 +60,7 @@ def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
     generator = torch.Generator().manual_seed(matrix_rank)
     exact, residual = (torch.randn(1, 384, 256, generator=generator, dtype=torch.float64) for _ in range(2))
     start = torch.linalg.qr(torch.randn(256, matrix_rank, generator=generator, dtype=torch.float64)).Q.T
-    matrix, error, right = (
-        tensor.float().to(context.device) for tensor in (exact, residual, start.unsqueeze(0))
-    )
+    matrix, error, right = (drawn.float().to(context.device) for drawn in (exact, residual, start[None]))
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
     with full_precision(context.device):  # as in steps: TF32, if it is on, would be judged here
@@ -89,10 +86,8 @@ def _step(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]], algor
     copies = [torch.empty_like(gradient) for gradient in gradients]  # steps work in place
     copy = partial(torch._foreach_copy_, copies, gradients)
     copied = _seconds(context.device, copy)
-    seconds = (
-        _seconds(context.device, copy, lambda: engine.average(zip(buckets, copies, strict=True))) - copied
-    )
-    return {"milliseconds": 1e3 * seconds, "copies of the gradients": seconds / copied}
+    both = _seconds(context.device, copy, lambda: engine.average(zip(buckets, copies, strict=True)))
+    return {"milliseconds": 1e3 * (both - copied), "copies of the gradients": both / copied - 1}
 
 
 def _seconds(device: torch.device, *calls: Callable[[], object]) -> float:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import Transport
+from thinwire.comm import Transport, gather_bytes
+from thinwire.comm.collectives import in_messages
 from thinwire.plan import ParameterSpec
 from thinwire.sync.partition import IntraNodePartition, Ranges
 from thinwire.sync.state import (
     Cuts,
     Position,
     SavedState,
+    StatePart,
     Tensors,
     check_model,
     fitting,
@@ -23,20 +29,32 @@ from thinwire.sync.state import (
     pack,
     tensors_to_save,
 )
-from thinwire.sync.state_messages import add_up, assemble, average_local, parts_of, parts_of_all
 from thinwire.tensors import accelerators
 
 # Steps of which the host does not learn whether they were finite, counted in one launch.
 COUNTED_TOGETHER = 256
+# Averaged in one message, unless a single tensor is larger.
+MEAN_BYTES = 64 << 20
+
+
+@dataclass
+class Pending:
+    """Elementwise tensors that were loaded, each until its bucket is opened: only then its order is known.
+
+    A state of all processes is theirs as it is. Of states that processes have saved for themselves a machine
+    has the sum of its processes' (`add_up_pending`), and all processes the mean (`AlgorithmState.save`).
+    """
+
+    tensors: Tensors = field(default_factory=dict)  # in the parameter's shape
+    owner: Literal["all", "machine", "process"] = "all"
 
 
 class Remembered(NamedTuple):
     """All that steps change, as it was at one time."""
 
     memory: Memory
-    pending_state: Tensors
-    pending_of: Literal["all", "machine", "process"]
-    held: dict[str, Ranges]  # parts of parameters, if processes of a machine share the work
+    pending: Pending
+    held_ranges: dict[str, Ranges]  # parts of parameters, if processes of a machine share the work
     unsynced_names: set[str]
     nonfinite: tuple[int, list[torch.Tensor], torch.Tensor | int]
 
@@ -48,9 +66,7 @@ class AlgorithmState:
         specs: All parameters that are known, by name, in the order of the model.
         all_known: Whether they were known from the start.
         memory: What the algorithm reads and writes.
-        pending_state: Loaded and not in memory yet, by slot and parameter, in the parameter's shape.
-        pending_of: Whom that belongs to: to all as a mean, to each machine, or to each process, of which a
-            machine has the sum.
+        pending: Loaded, and not in memory yet.
         unsynced_names: Parameters whose local slots have changed since they were averaged.
         nonfinite_steps: Steps that were not finite, as far as the host knows.
         may_remember: Whether some process of this machine may have something in memory.
@@ -68,16 +84,14 @@ class AlgorithmState:
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}
         self.all_known = bool(self.specs)
-        self.memory = Memory()
-        self.pending_state: Tensors = {}
-        self.pending_of: Literal["all", "machine", "process"] = "all"
+        self.memory, self.pending = Memory(), Pending()
         self.unsynced_names: set[str] = set()
         self.nonfinite_steps = 0
         self.may_remember = False
         self.torn = ""
         self.loaded_digest: int | None = None
         self.unchecked: SavedState | None = None
-        self._inter_node, self._partition, self._num_parts = inter_node, partition, num_parts
+        self.inter_node, self.partition, self._num_parts = inter_node, partition, num_parts
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
 
@@ -95,7 +109,7 @@ class AlgorithmState:
 
     def has(self, slots: Iterable[Slot]) -> bool:
         """Return whether something is in memory for some slots, or will be when its bucket comes."""
-        return any(self.memory[slot] or self.pending_state.get(slot) for slot in slots)
+        return any(self.memory[slot] or self.pending.tensors.get(slot) for slot in slots)
 
     def count_unseen(self, is_healthy: torch.Tensor) -> None:
         """Count a step of which the host does not learn whether it was finite."""
@@ -103,31 +117,31 @@ class AlgorithmState:
         # launch.
         self._unseen.append(is_healthy)
         if len(self._unseen) == COUNTED_TOGETHER:
-            self._unseen_nonfinite = self._recent_nonfinite() + self._unseen_nonfinite
-            self._unseen = []
+            self._unseen_nonfinite, self._unseen = self._sum_of_unseen(), []
 
     def unseen_nonfinite_steps(self) -> int:
         """Return how many of those were not. Cost: a host synchronisation, if there were any."""
-        recent = self._recent_nonfinite() if self._unseen else 0
-        return int(recent + self._unseen_nonfinite)
+        return int(self._sum_of_unseen())
 
-    def _recent_nonfinite(self) -> torch.Tensor:
+    def _sum_of_unseen(self) -> torch.Tensor | int:
+        if not self._unseen:
+            return self._unseen_nonfinite
         device = self._unseen[-1].device
-        return (~torch.stack([is_healthy.to(device) for is_healthy in self._unseen])).sum()
+        are_healthy = torch.stack([is_healthy.to(device) for is_healthy in self._unseen])
+        return (~are_healthy).sum() + self._unseen_nonfinite
 
     # Going back, as if the steps since then had not been made.
 
     def remembered(self) -> Remembered:
         """Return copies of all that steps change."""
-        labels = {label for tensors in self.memory.slots.values() for label in tensors}
+        pending = {
+            slot: {label: tensor.clone() for label, tensor in tensors.items()}
+            for slot, tensors in self.pending.tensors.items()
+        }
         return Remembered(
-            self.memory.copied(labels),
-            {
-                slot: {label: tensor.clone() for label, tensor in tensors.items()}
-                for slot, tensors in self.pending_state.items()
-            },
-            self.pending_of,
-            {} if self._partition is None else dict(self._partition.held_ranges),
+            self.memory.copied({label for tensors in self.memory.slots.values() for label in tensors}),
+            Pending(pending, self.pending.owner),
+            {} if self.partition is None else dict(self.partition.held_ranges),
             set(self.unsynced_names),
             (self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite),
         )
@@ -135,11 +149,10 @@ class AlgorithmState:
     def go_back(self, before: Remembered) -> None:
         """Remember again what `remembered` has returned."""
         self.memory.restore(before.memory)
-        self.pending_state, self.pending_of = before.pending_state, before.pending_of
-        if self._partition is not None:
-            self._partition.held_ranges = before.held
-        self.unsynced_names = before.unsynced_names
+        self.pending, self.unsynced_names = before.pending, before.unsynced_names
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = before.nonfinite
+        if self.partition is not None:
+            self.partition.held_ranges = before.held_ranges
 
     # The residual.
 
@@ -155,18 +168,18 @@ class AlgorithmState:
             if slot.is_local and slot != ERROR:
                 self.memory[slot].pop(name, None)
         error = self.memory[ERROR].pop(name, None)
-        if error is None or self._partition is None:
+        if error is None or self.partition is None:
             return error
         whole = error.new_zeros(self.specs[name].numel)
-        whole[self._partition.held(name)] = error * self._partition.intra_node.size
+        whole[self.partition.held(name)] = error * self.partition.intra_node.size
         return whole
 
     def put_error(self, name: str, error: torch.Tensor) -> None:
         """Make a tensor the residual of a parameter; of what `take_error` has returned, or a part of it."""
         self.unsynced_names.add(name)
         self.may_remember = True
-        if self._partition is not None:
-            error = error[self._partition.held(name)] / self._partition.intra_node.size
+        if self.partition is not None:
+            error = error[self.partition.held(name)] / self.partition.intra_node.size
         self.memory[ERROR][name] = error
 
     def regroup(self, error_scale: float) -> None:
@@ -192,12 +205,10 @@ class AlgorithmState:
 
     def residual_bytes(self) -> int:
         """Return the bytes that `save` averages, exactly: of what differs between the processes."""
-        return sum(
-            tensor.nbytes
-            for slot, tensors in self.memory.slots.items()
-            if slot.is_local and slot.is_elementwise and slot.is_saved
-            for tensor in tensors.values()
-        )
+        slots = [
+            slot for slot in self.memory.slots if slot.is_local and slot.is_elementwise and slot.is_saved
+        ]
+        return sum(tensor.nbytes for slot in slots for tensor in self.memory[slot].values())
 
     # Saving.
 
@@ -208,25 +219,26 @@ class AlgorithmState:
             # Only those: what has been averaged and is averaged again may change in its last bits, and of
             # parameters whose bucket has not come since a load nothing is in memory.
             specs = [spec for name, spec in self.specs.items() if name in self.unsynced_names]
-            if self._partition is not None:
-                specs = self._partition.held_parts(specs)
-            average_local(self.memory, specs, device, self._inter_node, purpose)
-        if self.pending_of != "all":
+            if self.partition is not None:
+                specs = self.partition.held_parts(specs)
+            average_local(self.memory, specs, device, self.inter_node, purpose)
+        if self.pending.owner != "all":
             self.add_up_pending()
-            local = {slot: tensors for slot, tensors in self.pending_state.items() if slot.is_local}
-            for slot, tensors in add_up(local, self._inter_node).items():
-                means = {name: tensor / self._inter_node.size for name, tensor in tensors.items()}
-                self.pending_state[slot] = means
-            self.pending_of = "all"
+            local = {slot: tensors for slot, tensors in self.pending.tensors.items() if slot.is_local}
+            means = {
+                slot: {name: tensor / self.inter_node.size for name, tensor in tensors.items()}
+                for slot, tensors in add_up(local, self.inter_node).items()
+            }
+            self.pending = Pending(self.pending.tensors | means)
         self.unsynced_names.clear()
-        return self._saved(algorithm, self.memory, self.pending_state)
+        return self._saved(algorithm, self.memory, self.pending.tensors)
 
     def save_local(self, algorithm: Algorithm, position: Position, cuts: Cuts) -> SavedState:
         """Return all that this process remembers, and who it is; no message is sent."""
         self._drop_unsaved()
         # The processes of a machine are added up: what all of them have loaded is saved by one.
-        is_mine = self._partition is None or self.pending_of == "process" or not position.local_rank
-        pending = self.pending_state if is_mine else {}
+        is_saved_here = self.partition is None or self.pending.owner == "process" or not position.local_rank
+        pending = self.pending.tensors if is_saved_here else {}
         saved = self._saved(algorithm, self.memory, pending, of_all=False)
         return saved._replace(position=position, cuts=cuts)
 
@@ -245,12 +257,13 @@ class AlgorithmState:
         self, algorithm: Algorithm, memory: Memory, pending: Tensors, *, of_all: bool = True
     ) -> SavedState:
         """Return a memory and what is pending, of this process or of all processes of its machine."""
-        if (partition := self._partition) is None:
+        if (partition := self.partition) is None:
             slots = tensors_to_save(algorithm, memory, self.specs, pending)
         else:
             held = {part.name: part for part in partition.held_parts(self.specs.values())}
-            own, rank = tensors_to_save(algorithm, memory, held, {}), partition.intra_node.rank
-            parts = parts_of_all(own, partition.intra_node) if of_all else parts_of(own, rank)
+            own = tensors_to_save(algorithm, memory, held, {})
+            inside = partition.intra_node
+            parts = parts_of_all(own, inside) if of_all else parts_of(own, inside.rank)
             slots = assemble(own, parts, self.specs, partition.view_of)
             for slot, tensors in pending.items():
                 slots.setdefault(slot, {}).update(tensors)
@@ -264,18 +277,15 @@ class AlgorithmState:
     def load(self, loaded: SavedState) -> None:
         """Go on from a checked state; if parameters are not known yet, the first step checks the model."""
         loaded = fitting(loaded, self.specs if self.all_known else None)
-        slots = {slot: dict(tensors) for slot, tensors in loaded.slots.items()}
-        self.memory = Memory(
-            loaded.step, {s: tensors for s, tensors in slots.items() if not s.is_elementwise}
-        )
-        # Into memory when buckets are opened: its order there, and the device, are not known before.
-        self.pending_state = {s: tensors for s, tensors in slots.items() if s.is_elementwise}
-        self.pending_of = "all" if loaded.position is None else "process"
-        if self._partition is not None:
-            self._partition.forget()
+        is_of_all = loaded.position is None
+        self.memory, self.pending = Memory(loaded.step), Pending({}, "all" if is_of_all else "process")
+        for slot, tensors in loaded.slots.items():
+            (self.pending.tensors if slot.is_elementwise else self.memory.slots)[slot] = dict(tensors)
+        if self.partition is not None:
+            self.partition.forget()
         self.may_remember, self.torn = True, ""
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
-        self.unsynced_names = set() if loaded.position is None else set(loaded.shapes)
+        self.unsynced_names = set() if is_of_all else set(loaded.shapes)
         self.loaded_digest = loaded.digest
         self.unchecked = None if self.all_known else loaded
 
@@ -287,20 +297,131 @@ class AlgorithmState:
 
     def add_up_pending(self) -> None:
         """Add up what processes of this machine have loaded, each its part. Collective inside, once."""
-        if self._partition is not None and self.pending_of == "process":
-            self.pending_state = add_up(self.pending_state, self._partition.intra_node)
-            self.pending_of = "machine"
+        if self.partition is not None and self.pending.owner == "process":
+            self.pending = Pending(add_up(self.pending.tensors, self.partition.intra_node), "machine")
 
     def take_pending(
         self, specs: Iterable[ParameterSpec], labels: Iterable[str], device: torch.device
     ) -> None:
         """Bring what was loaded of parameters into memory, if this process remembers something of them."""
         held = frozenset(labels)
-        for slot, tensors in self.pending_state.items():
+        for slot, tensors in self.pending.tensors.items():
             for spec in specs:
                 if spec.name in tensors:
                     loaded = in_memory_order(slot, tensors.pop(spec.name), spec, device)
-                    if self._partition is not None:
-                        loaded = loaded[self._partition.held(spec.name)].clone()
+                    if self.partition is not None:
+                        loaded = loaded[self.partition.held(spec.name)].clone()
                     if spec.name in held:  # else all of it is of other processes of the machine
                         self.memory[slot][spec.name] = loaded
+
+
+# How processes put their states together. All of it is collective.
+
+
+def average_local(
+    memory: Memory, specs: Iterable[ParameterSpec], device: torch.device, transport: Transport, purpose: str
+) -> None:
+    """Replace what differs between processes by its mean; some may have none of a parameter.
+
+    Cost: for each slot a message of a byte for each parameter, and as many bytes as it holds, in messages of
+    64 MiB; a host synchronisation for each of them; a copy of the slot on the CPU until all have come.
+    """
+    # In one order on all processes, whatever order parameters and slots became known in.
+    ordered = sorted(specs)
+    means: list[tuple[Slot, ParameterSpec, torch.Tensor]] = []
+    for slot in sorted(memory.slots, key=lambda slot: slot.name):
+        if not (slot.is_local and slot.is_elementwise) or not ordered:
+            continue
+        tensors = memory[slot]
+        # Ask first: if any member has one, those without send zeros, or it would wait for them forever.
+        has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
+        has = has.to(transport.control_device)
+        transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
+        held = [spec for spec, is_held in zip(ordered, has.tolist(), strict=True) if is_held]
+        for dtype, of_one_type in groupby(held, lambda spec: spec.memory_dtype):
+            for sent in in_messages(of_one_type, MEAN_BYTES // dtype.itemsize, lambda spec: spec.numel):
+                zero = torch.zeros((), dtype=dtype, device=device)
+                flat = torch.cat([tensors.get(spec.name, zero.expand(spec.numel)) for spec in sent])
+                transport.mean(flat, f"{purpose}, {slot.name} from {sent[0].name} to {sent[-1].name}").wait()
+                # Move it off the device, which may have no room for a second residual of the whole model.
+                parts = flat.to("cpu").split_with_sizes([spec.numel for spec in sent])
+                means += ((slot, spec, mean) for spec, mean in zip(sent, parts, strict=True))
+    # Only when all slots have come: if a message fails, memory is as it was.
+    for slot, spec, mean in means:
+        if spec.name in memory[slot]:
+            memory[slot][spec.name].copy_(mean)
+        else:
+            memory[slot][spec.name] = mean.to(device, copy=True)
+
+
+def add_up(loaded: Tensors, transport: Transport) -> Tensors:
+    """Return the sum of what processes have loaded, each its own; some may have none of a parameter."""
+    total: Tensors = {slot: {} for slot in loaded}
+    for _, slot, label, tensor in parts_of_all(loaded, transport):
+        tensors = total.setdefault(slot, {})
+        tensors[label] = tensor if label not in tensors else tensors[label] + tensor
+    return total
+
+
+def parts_of(own: Tensors, rank: int) -> Iterable[StatePart]:
+    """Return what this process has."""
+    return [StatePart(rank, slot, label, own[slot][label]) for slot in own for label in own[slot]]
+
+
+def parts_of_all(own: Tensors, transport: Transport) -> Iterator[StatePart]:
+    """Yield process by process what each has, on the CPU; a message for each, however many tensors."""
+    mine = list(parts_of(own, transport.rank))
+    described = [
+        (slot.name, slot.is_local, slot.is_elementwise, label, str(tensor.dtype)[6:], *tensor.shape)
+        for _, slot, label, tensor in mine
+    ]
+    data, slots = json.dumps(described).encode(), {slot.name: slot for slot in own}
+    for rank, listed in enumerate(gather_bytes(data, transport, "state_dict(), who has what")):
+        theirs = list[tuple[Slot, str, torch.dtype, list[int]]]()
+        for name, is_local, is_elementwise, label, dtype, *shape in json.loads(listed):
+            slot = slots.get(name, Slot(name, is_local=is_local, is_elementwise=is_elementwise))
+            theirs.append((slot, label, getattr(torch, dtype), shape))
+        lengths = [math.prod(shape) * dtype.itemsize for *_, dtype, shape in theirs]
+        packed = torch.empty(sum(lengths), dtype=torch.uint8, device=transport.control_device)
+        if rank == transport.rank:
+            for part, piece in zip(mine, packed.split_with_sizes(lengths), strict=True):
+                piece.copy_(part.tensor.contiguous().view(-1).view(torch.uint8))
+        # The last shards of a parameter may be empty.
+        if len(packed):
+            transport.broadcast(packed, rank, f"state_dict(), what process {rank} remembers").wait()
+        pieces = packed.cpu().split_with_sizes(lengths)
+        for (slot, label, dtype, shape), piece in zip(theirs, pieces, strict=True):
+            # A copy: each begins where its type may, and does not keep the others.
+            yield StatePart(rank, slot, label, piece.clone().view(dtype).view(shape))
+
+
+def assemble(
+    slots: Iterable[Slot],
+    parts: Iterable[StatePart],
+    specs: Mapping[str, ParameterSpec],
+    view_of: Callable[[StatePart, torch.Tensor], torch.Tensor],
+    label_of: Callable[[StatePart], str] = lambda part: part.label,
+) -> Tensors:
+    """Return whole tensors of the parts of several processes; zeros where no one has a part.
+
+    Args:
+        slots: Of all parts.
+        parts: What all have, or what this process has.
+        specs: Of the whole parameters.
+        view_of: Returns where in the whole tensor a part lies.
+        label_of: Returns under which label a tensor goes that is not elementwise.
+    """
+    whole: Tensors = {slot: {} for slot in slots}
+    for part in parts:
+        tensors, spec = whole[part.slot], specs.get(part.label)
+        if not part.slot.is_elementwise:
+            tensors.setdefault(label_of(part), part.tensor)
+        elif spec is None or part.tensor.shape == spec.shape:
+            # Several may have it as a whole; the first one's counts.
+            tensors.setdefault(part.label, part.tensor)
+        else:
+            if part.label not in tensors:
+                zeros = torch.empty_strided(spec.shape, spec.stride, dtype=part.tensor.dtype).zero_()
+                tensors[part.label] = zeros
+            view_of(part, tensors[part.label]).copy_(part.tensor)
+    return whole

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TypeAlias
 
 import torch
 
-from thinwire.algorithms import Algorithm, AllReduce, BucketPlan
+from thinwire.algorithms import Algorithm, AllReduce, Bucket, BucketPlan
 from thinwire.algorithms.registry import no_algorithm
 from thinwire.comm import CALL, Traffic, Transport, agree
 from thinwire.errors import ConfigError
-from thinwire.plan import BUCKET_SEPARATOR, Plan, Route
+from thinwire.plan import BUCKET_SEPARATOR
 from thinwire.sync.algorithm_state import AlgorithmState
 from thinwire.sync.partition import NOTHING, BucketParts, IntraNodePartition, Specs
 from thinwire.sync.settings import Settings
@@ -22,7 +22,7 @@ from thinwire.version import __version__
 # Buckets that are kept open beside those of the last step.
 MAX_IDLE_BUCKETS = 32
 
-EXACT = AllReduce()
+EXACT, NO_GRADIENTS = AllReduce(), Bucket((), torch.empty(0))
 
 Parts: TypeAlias = Sequence[Sequence[Specs]]
 """The buckets of each part of a model whose parts are averaged in separate steps."""
@@ -30,7 +30,7 @@ Parts: TypeAlias = Sequence[Sequence[Specs]]
 
 @dataclass(eq=False)
 class BucketState:
-    """A bucket that is open: its plan, and whether a step is under way with it.
+    """A bucket, from step to step: its plan once it is open, and its gradients while a step is under way.
 
     What is done once for a bucket (processes compared, plan made, memory put in order) is in no later step's
     way: its adapter keeps this as long as it `is_current`. All buckets are closed when the algorithm, the
@@ -38,14 +38,23 @@ class BucketState:
     """
 
     specs: Specs  # in the order of their gradients
-    plan: BucketPlan  # on a machine of several processes, of the part that this one averages
+    is_current: bool = True
+    is_open: bool = False
+    is_in_flight: bool = False  # whether a step is under way with it
+    # Once it is open.
+    plan: BucketPlan = NOTHING  # on a machine of several processes, of the part that this one averages
     parts: BucketParts | None = None  # how processes of a machine divide the bucket
     machine_bytes: int = 0  # that all of them send of it in a step, by the plan
-    is_current: bool = True
-    is_in_flight: bool = False  # whether a step is under way with it
+    # While it is in flight.
+    flat: torch.Tensor = NO_GRADIENTS.flat
+    part: Bucket = NO_GRADIENTS  # what of `flat` this process averages, once that is sent
 
     def __post_init__(self) -> None:
         self.names = frozenset(spec.name for spec in self.specs)
+
+    def release(self) -> None:
+        """Let go of the gradients: the step has ended."""
+        self.is_in_flight, self.flat, self.part = False, NO_GRADIENTS.flat, NO_GRADIENTS
 
 
 class BucketPlans:
@@ -58,28 +67,22 @@ class BucketPlans:
         settings: Settings,
         transport: Transport,
         traffic: Traffic,
-        *,
-        inter_node: Transport,
-        partition: IntraNodePartition | None,
-        parts: Parts,
+        parts: Parts = (),
     ) -> None:
-        self.state, self.partition = state, partition
+        self.state, self.partition, self.inter_node = state, state.partition, state.inter_node
         self.device = torch.device("cpu")  # of the last bucket
         self.settings = self._settings = settings  # with this algorithm, on that device
         self.has_agreed = False
         self.last_used: Sequence[BucketState] = ()  # in the last step
-        self._transport, self._traffic = transport, traffic
-        self._inter_node = inter_node  # members may come and go: its size is asked for every plan
-        self._has_parts = len(parts) > 1
-        self._open: dict[Specs, BucketState] = {}
-        self._buckets: tuple[Specs, ...] = ()  # of the last step; of parts, all
-        self._plans: tuple[BucketPlan, ...] = ()
+        self.specs_of_last: tuple[Specs, ...] = ()  # of its buckets; of parts, all
+        self.transport, self._traffic, self._has_parts = transport, traffic, len(parts) > 1
+        self._buckets: dict[Specs, BucketState] = {}  # those that are current
+        self._plans: tuple[BucketPlan, ...] = ()  # of `specs_of_last`
         self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
-        self._printed: tuple[Sequence[BucketPlan], Plan] = ((), Plan(()))
         self._take(algorithm)
         if self._has_parts:
-            self._buckets = tuple(bucket for part in parts for bucket in part)
-            self._plans = tuple(self._prepared(bucket, partition) for bucket in self._buckets)
+            self.specs_of_last = tuple(specs for part in parts for specs in part)
+            self._plans = tuple(self._plan_part(specs, self.partition) for specs in self.specs_of_last)
 
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -107,129 +110,112 @@ class BucketPlans:
         """Take note of the device that gradients are on."""
         self.device, self.settings = device, self._settings.resolved(self.algorithm, device)
 
+    # Plans.
+
     @property
     def specs(self) -> Specs:
         """All parameters that are known, in the order of the model."""
         return tuple(self.state.specs.values())
-
-    # The plan.
 
     @property
     def plans(self) -> Sequence[BucketPlan]:
         """Those of the last step's buckets; before it, of the model as one bucket, and its statistics."""
         if not self._plans and not self._model_plans:
             partition = self.partition and self.partition.preview()
-            self._model_plans = tuple(self._prepared(bucket, partition) for bucket in self._model_buckets())
+            self._model_plans = tuple(self._plan_part(specs, partition) for specs in self.model_buckets())
         return self._plans or self._model_plans
 
-    def _model_buckets(self) -> list[Specs]:
+    def model_buckets(self) -> list[Specs]:
+        """Return the model as one bucket, and its statistics as another."""
         parts = [tuple(spec for spec in self.specs if spec.is_statistic is kind) for kind in (False, True)]
         return [part for part in parts if part]
 
-    @property
-    def plan(self) -> Plan:
-        """How each parameter travels, in the order of the model."""
-        plans, plan = self._printed
-        if plans is not self.plans:  # asked in every step, and seldom a new one
-            order = {name: position for position, name in enumerate(self.state.specs)}
-            routes = sorted(self._routes(), key=lambda route: order[route.names[0]])
-            plan = Plan(tuple(routes), 1 if self.partition is None else self.partition.intra_node.size)
-            self._printed = self.plans, plan
-        return plan
-
-    def _routes(self) -> Iterator[Route]:
-        """Yield the routes of this process; on a machine of several, those of all of its processes."""
-        if self.partition is None:
-            for plan in self.plans:
-                yield from plan.routes
-            return
-        partition = self.partition if self._buckets else self.partition.preview()
-        for bucket in self._buckets or self._model_buckets():
-            yield from partition.routes(bucket, self._planned)
-
-    def _prepared(self, bucket: Specs, partition: IntraNodePartition | None) -> BucketPlan:
-        """Plan a bucket, or what of it this process averages."""
-        return self._planned(bucket if partition is None else partition.parts(bucket).own_specs)
-
-    def _planned(self, specs: Specs) -> BucketPlan:
+    def plan(self, specs: Specs) -> BucketPlan:
+        """Plan a bucket, or a part of it."""
         if not specs:
             return NOTHING
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, num_members=self._inter_node.size)
+        return algorithm.prepare(specs, num_members=self.inter_node.size)  # members may come and go
+
+    def _plan_part(self, specs: Specs, partition: IntraNodePartition | None) -> BucketPlan:
+        """Plan what of a bucket this process averages."""
+        if partition is not None:
+            parts = partition.parts(specs)
+            specs = parts.specs_of(parts.local_rank)
+        return self.plan(specs)
 
     # Open buckets.
 
-    def open_now(self) -> Mapping[Specs, BucketState]:
+    def bucket(self, specs: Specs) -> BucketState:
+        """Return the bucket of some parameters, open or not."""
+        if specs not in self._buckets:
+            self._buckets[specs] = BucketState(specs)
+        return self._buckets[specs]
+
+    def open_buckets(self) -> Mapping[Specs, BucketState]:
         """Return the buckets that are open."""
-        return dict(self._open)
+        return {specs: bucket for specs, bucket in self._buckets.items() if bucket.is_open}
 
-    def opened(self, specs: Specs) -> BucketState | None:
-        """Return a bucket that is open; None if it is not."""
-        return self._open.get(specs)
-
-    def open_all(
-        self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False
-    ) -> Mapping[Specs, BucketState]:
-        """Return buckets, open. Collective where some were not: once, however many."""
-        new = {specs: self._prepared(specs, self.partition) for specs in buckets if specs not in self._open}
-        for specs in new:
-            self.move_to(buckets[specs])
-            if any(spec.name not in self.state.specs for spec in specs):
-                self.state.specs.update((spec.name, spec) for spec in specs)
+    def open_all(self, devices: Mapping[BucketState, torch.device], *, is_agreed: bool = False) -> None:
+        """Open buckets, each on its device. Collective where some were not: once, however many."""
+        new = [bucket for bucket in devices if not bucket.is_open]
+        if not new:
+            return
+        state, plans = self.state, [self._plan_part(bucket.specs, self.partition) for bucket in new]
+        for bucket in new:
+            self.move_to(devices[bucket])
+            if not bucket.names <= state.specs.keys():
+                state.specs.update((spec.name, spec) for spec in bucket.specs)
                 self._model_plans = ()
         # Before the first message of any. If rank 0 had 4 bits and rank 1 low rank, their messages would have
         # other lengths: both would wait forever, or add up what does not belong together. And by a gather,
         # which is never taken for an average: if rank 0 opens a bucket and rank 1 sends one that is open, it
         # ends in a timeout that says what to look for.
-        if new and not is_agreed:
-            self._compare(list(new))
-        if new:
-            self.state.add_up_pending()
-        for specs, plan in new.items():
-            self._open_one(specs, plan, buckets[specs])
-        return {specs: self._open[specs] for specs in buckets}
-
-    def _open_one(self, specs: Specs, plan: BucketPlan, device: torch.device) -> None:
-        state, parts, machine_bytes = self.state, None, 0
-        if self.partition is not None:
-            parts = self.partition.parts(specs)
-            self.partition.hold(parts, plan.labels, state.memory, device)
-            machine_bytes = sum(r.message_bytes for r in self.partition.routes(specs, self._planned))
-        # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
-        state.take_pending(specs, plan.labels, device)
-        warning = plan.on_state_loaded(state.memory)
-        if warning and state.unchecked is not None:
-            warnings.warn(warning, stacklevel=6)
-        self._open[specs] = BucketState(specs, plan, parts, machine_bytes)
+        if not is_agreed:
+            self._compare(new)
+        state.add_up_pending()
+        for bucket, plan in zip(new, plans, strict=True):
+            if self.partition is not None:
+                parts = bucket.parts = self.partition.parts(bucket.specs)
+                self.partition.hold(parts, plan.labels, state.memory, devices[bucket])
+                planned = [self.plan(parts.specs_of(rank)) for rank in range(len(parts.lengths))]
+                bucket.machine_bytes = sum(r.message_bytes for whole in planned for r in whole.routes)
+            # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
+            state.take_pending(bucket.specs, plan.labels, devices[bucket])
+            warning = plan.on_state_loaded(state.memory)
+            if warning and state.unchecked is not None:
+                warnings.warn(warning, stacklevel=5)
+            bucket.plan, bucket.is_open = plan, True
+            # Behind those that were opened before, whenever this process has seen it first.
+            self._buckets[bucket.specs] = self._buckets.pop(bucket.specs, bucket)
 
     def note(self, used: Sequence[BucketState]) -> None:
         """Take note of the buckets of a step that has ended, if it had different ones than the last step."""
         self.last_used = used
-        buckets = tuple(bucket.specs for bucket in used)
-        if buckets != self._buckets and not self._has_parts:  # those of parts are known from the start
-            self._buckets, self._plans = buckets, tuple(bucket.plan for bucket in used)
-            self._forget_stale()
-            self._close_oldest(used)
-
-    def _close_oldest(self, used: Sequence[BucketState]) -> None:
-        """Close the buckets not used for longest: some models use other parameters in each step."""
-        # All members end the same steps in the same order, so they close the same buckets.
+        specs_of_last = tuple(bucket.specs for bucket in used)
+        if specs_of_last == self.specs_of_last or self._has_parts:  # those of parts are known from the start
+            return
+        self.specs_of_last = specs_of_last
+        self._plans = tuple(bucket.plan for bucket in used)
+        self._forget_stale()
+        # Close those not used for longest: some models use other parameters in each step. All members end the
+        # same steps in the same order, so they close the same buckets.
         for bucket in used:
-            if self._open.get(bucket.specs) is bucket:  # else a new plan has closed it meanwhile
-                self._open[bucket.specs] = self._open.pop(bucket.specs)
-        idle = [bucket for bucket in self._open.values() if not bucket.is_in_flight]
+            if self._buckets.get(bucket.specs) is bucket:  # else a new plan has closed it meanwhile
+                self._buckets[bucket.specs] = self._buckets.pop(bucket.specs)
+        idle = [bucket for bucket in self.open_buckets().values() if not bucket.is_in_flight]
         for bucket in idle[: max(0, len(idle) - MAX_IDLE_BUCKETS)]:
             bucket.is_current = False
-            del self._open[bucket.specs]
+            del self._buckets[bucket.specs]
 
     def close_all(self) -> None:
         """Close all buckets, and plan them again."""
-        for bucket in self._open.values():
+        for bucket in self._buckets.values():
             bucket.is_current = False  # adapters keep them from step to step, and look at this
-        self._open.clear()
+        self._buckets.clear()
         # Whatever has changed may have changed on some processes only, so they are compared again.
         self._model_plans, self.has_agreed = (), False
-        self._plans = tuple(self._prepared(bucket, self.partition) for bucket in self._buckets)
+        self._plans = tuple(self._plan_part(specs, self.partition) for specs in self.specs_of_last)
 
     def _forget_stale(self) -> None:
         """Drop memory of routes that no longer exist: of earlier buckets, or of an earlier algorithm."""
@@ -252,17 +238,15 @@ class BucketPlans:
 
     def agree_on(self, call: str, purpose: str) -> None:
         """Refuse a call where processes differ. Collective."""
-        agree(self._transport, self.described(call, self.device, has_progress=True), purpose)
+        agree(self.transport, self.described(call, self.device, has_progress=True), purpose)
 
-    def _compare(self, buckets: Sequence[Specs]) -> None:
-        named = {
-            f"bucket {number} with": ", ".join(spec.name for spec in specs)
-            for number, specs in enumerate(buckets)
-        }
-        described = self.described("a step", self.device, has_progress=True) | named
+    def _compare(self, buckets: Sequence[BucketState]) -> None:
+        described = self.described("a step", self.device, has_progress=True)
+        for number, bucket in enumerate(buckets):
+            described[f"bucket {number} with"] = ", ".join(spec.name for spec in bucket.specs)
         # It is not counted, for it is no gradient's message; but the host waits as for one.
         with self._traffic.waiting():
-            agree(self._transport, described, f"step {self.state.steps}")
+            agree(self.transport, described, f"step {self.state.steps}")
 
     def described(self, call: str, device: torch.device, *, has_progress: bool = False) -> dict[str, str]:
         """Return the facts that must be the same on every process before a call, by subject."""
@@ -275,7 +259,7 @@ class BucketPlans:
                 else:
                     described[self.settings.typed.get(name, name)] = repr(value)
         described |= self.settings.described()
-        kernels = {name for bucket in self._model_buckets() for name in self._planned(bucket).kernels(device)}
+        kernels = {name for bucket in self.model_buckets() for name in self.plan(bucket).kernels(device)}
         if kernels:
             described["kernels of"] = " and ".join(sorted(kernels))
         if has_progress:
@@ -288,7 +272,6 @@ class BucketPlans:
         for spec in self.specs:
             shape = "×".join(map(str, spec.shape)) or "scalar"
             dtype = str(spec.dtype).removeprefix("torch.")
-            described[f"parameter {spec.name}"] = f"{shape} {dtype}, strides {spec.stride}"
-            if spec.is_statistic:
-                described[f"parameter {spec.name}"] += ", a buffer"
+            statistic = ", a buffer" if spec.is_statistic else ""
+            described[f"parameter {spec.name}"] = f"{shape} {dtype}, strides {spec.stride}{statistic}"
         return described

@@ -46,11 +46,9 @@ class StepClock:
         start, waited = time.perf_counter(), traffic.waiting_seconds
         self._is_inside = True
         if are_ready:
-            self._ready = (
-                start,
-                self.device,
-                None if self.device.type in WITHOUT_STREAMS else record_event(self.device),
-            )
+            # The condition spares the CPU's steps a call.
+            event = None if self.device.type in WITHOUT_STREAMS else record_event(self.device)
+            self._ready = (start, self.device, event)
         try:
             yield
         finally:

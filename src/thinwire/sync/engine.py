@@ -70,16 +70,7 @@ class Engine:
         self.traffic = self.metered.traffic
         self.clock = StepClock() if clock is None else clock
         self.state = AlgorithmState(specs, self.inter_node, self.partition, max(1, len(parts)))
-        self.buckets = BucketPlans(
-            algorithm,
-            self.state,
-            settings,
-            transport,
-            self.traffic,
-            inter_node=self.inter_node,
-            partition=self.partition,
-            parts=parts,
-        )
+        self.buckets = BucketPlans(algorithm, self.state, settings, transport, self.traffic, parts)
         self._weights: Weights | None = None
         if settings.weight is not None:
             intra_node = None if self.partition is None else self.partition.intra_node
@@ -89,29 +80,6 @@ class Engine:
         self._has_parts = len(parts) > 1
         # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
-
-    def __str__(self) -> str:
-        transport, plan = self.transport, self.plan
-        where = "this process alone"
-        if transport.size > 1:
-            where = f"{transport.size} processes, of which this is {transport.rank}"
-        shards = self.settings.health_group
-        if self.partition is None and shards is not None:
-            where = f"{transport.size * shards.size} processes, {transport.size} replicas of {shards.size} "
-            where += f"shards, of which this is shard {shards.rank} of replica {transport.rank}"
-        if self.partition is not None:
-            inter_node, intra_node = self.inter_node, self.partition.intra_node
-            where = f"{inter_node.size} machines of {intra_node.size} processes, of which this is process "
-            where += f"{intra_node.rank} of machine {inter_node.rank}"
-        lines = [f"{self.algorithm} over {where}"]
-        if plan.routes and transport.size > 1:
-            compressed = [name for route in plan.routes if route.is_compressed for name in route.names]
-            lines.append(
-                f"plan: {len(compressed)} of {len(self.specs)} parameters compressed, "
-                f"{plan.gradient_bytes:,} bytes per step become {plan.message_bytes:,}: "
-                f"compression ratio {plan.compression_ratio:.1f}, rounds: {plan.rounds}"
-            )
-        return "\n".join([*lines, f"so far: {self.reporter.counts()}"])
 
     @property
     def algorithm(self) -> Algorithm:
@@ -131,7 +99,7 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """How each parameter travels, in the order of the model."""
-        return self.buckets.plan
+        return self.reporter.plan
 
     @property
     def steps(self) -> int:
@@ -146,8 +114,10 @@ class Engine:
 
     def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> BucketState:
         """Return a bucket, to be kept while it `is_current`. Collective if it was not open."""
+        bucket = self.buckets.bucket(specs)
         with self.clock.inside(self.traffic), full_precision(device):
-            return self.buckets.open_all({specs: device}, is_agreed=is_agreed)[specs]
+            self.buckets.open_all({bucket: device}, is_agreed=is_agreed)
+        return bucket
 
     def begin(self, *, pipelined: bool = False) -> Step:
         """Return a new step; it blocks while messages of abandoned steps are under way."""
@@ -166,14 +136,13 @@ class Engine:
         step = Step(
             self.buckets,
             self.state.memory_at(number) if self._has_parts else self.state.memory,
-            CollectiveScheduler(self.wire, f"step {number}"),
+            CollectiveScheduler(
+                self.wire, f"step {number}", pipelined=pipelined and self.algorithm.pipelines_buckets
+            ),
             self.clock,
             self.traffic,
-            number=number,
-            rank=self.inter_node.rank,
-            is_pipelined=pipelined and self.buckets.algorithm.pipelines_buckets,
-            ended=self._ended,
-            weights=self._weights,
+            self._ended,
+            self._weights,
         )
         self._steps.append(step)
         return step
@@ -189,11 +158,10 @@ class Engine:
         step = self.begin(pipelined=pipelined)
         try:
             with self.clock.inside(self.traffic):  # as one: what is ready waits for buckets to be opened
-                ready = list(buckets)
-                devices = {specs: flat.device for specs, flat in ready}
-                opened = self.buckets.open_all(devices, is_agreed=is_agreed)
-                for specs, flat in ready:
-                    step.start(opened[specs], flat)
+                ready = [(self.buckets.bucket(specs), flat) for specs, flat in buckets]
+                self.buckets.open_all({bucket: flat.device for bucket, flat in ready}, is_agreed=is_agreed)
+                for bucket, flat in ready:
+                    step.start(bucket, flat)
         # An interrupt, too: buckets left in flight would refuse every later step.
         except BaseException:
             step.abandon()

@@ -32,11 +32,8 @@ class GradientSync:
         self._engine, self._detach = engine, detach
 
     def __str__(self) -> str:
-        """Return some lines to read: the algorithm, the plan's compression ratio, and what was done.
-
-        Cost: none.
-        """
-        return str(self._engine)
+        """Return some lines to read: the algorithm, the plan's compression ratio, and what was done."""
+        return str(self._engine.reporter)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied("a handle")
@@ -87,21 +84,18 @@ class GradientSync:
     def state_dict(self) -> dict[str, Any]:
         """Return all that is remembered, the same on every process. Collective: call it on all processes.
 
-        The error of the processes is replaced by its mean, here and in the result: every later step
+        The residual of the processes is replaced by its mean, here and in the result: every later step
         depends on the mean alone, so a run that goes on and one that resumes are the same, on any number
-        of processes.
+        of processes. It has plain values, and tensors on the CPU, in tuples of pairs of a name and a tensor:
+        `torch.load(weights_only=True)` and `torch.distributed.checkpoint` take it, `thinwire.checkpoint`
+        writes it as safetensors, too.
 
-        Returns:
-            Plain values, and tensors on the CPU: "error" and what else is remembered are tuples of pairs of a
-            name and a tensor, "parameters" one of names and shapes. `torch.load(weights_only=True)` and
-            `torch.distributed.checkpoint` take it; `thinwire.checkpoint` writes it as safetensors, too.
-
-        Cost: a gather of 32 bytes from each process, one exact average of all error memory (none if there was
-        no step since the last time), and a copy of it to the CPU. The average sends as much as
-        exact averaging of fp32 gradients: for 100 M parameters that have a residual 400 MB, or 32 s between
-        two processes at 100 Mbit/s (`thinwire advise` tells it for your model and link;
-        `local_state_dict` sends nothing). `Quantize` and `Cast` have none. If other processes do not call it
-        as well, it says so after 10 s, and fails after the group's timeout.
+        Cost: a gather of 32 bytes from each process, one exact average of all residuals (none if there was
+        no step since the last time), and a copy to the CPU. The average sends as much as exact averaging of
+        fp32 gradients: for 100 M parameters that have a residual 400 MB, or 32 s between two processes at 100
+        Mbit/s (`thinwire advise` tells it for your model and link; `local_state_dict` sends nothing).
+        `Quantize` and `Cast` have none. If other processes do not call it as well, it says so after 10 s, and
+        fails after the group's timeout.
 
         Raises:
             StepError: A step is under way.
@@ -116,11 +110,10 @@ class GradientSync:
 
         Call it on all processes after the same step, and let each save its own
         (`thinwire.checkpoint.save_local` does). On as many processes, laid out alike, each loads its own by
-        `load_state_dict`, with any algorithm and any buckets, and with the same ones goes on to the bit. On
-        any other number or layout, load `thinwire.checkpoint.merge` of all of them on every process: the
-        mean residual is kept. (`thinwire.checkpoint.load_local` does the one or the other.)
-
-        Of an FSDP2 model each has its own shards, and may be loaded on the same mesh.
+        `load_state_dict`, and goes on to the bit. On any other number or layout, load
+        `thinwire.checkpoint.merge` of all of them on every process: the mean residual is kept.
+        (`thinwire.checkpoint.load_local` does the one or the other.) Of an FSDP2 model each has its own
+        shards, and may be loaded on the same mesh.
 
         Cost: a copy of what is remembered to the CPU. On machines of several processes
         each state has zeros for the parts that other processes of the machine remember.
@@ -149,12 +142,11 @@ class GradientSync:
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
 
-        Each process must pass its own `local_state_dict()`.
-
-        The number of processes may differ, and so may the buckets. The algorithm in use is kept: a state
-        saved with other settings (what does not fit is cut or extended, with a warning), or by a different
-        algorithm, is taken over, its error included. All is checked before anything is changed; if
-        the parameters are not known yet (the hooks), at the first step.
+        (Or, on each process, with its own `local_state_dict()`.) The number of processes may differ, and so
+        may the buckets. The algorithm in use is kept: a state saved with other settings (what does not fit is
+        cut or extended, with a warning), or by a different algorithm, is taken over, its residual included.
+        All is checked before anything is changed; if the parameters are not known yet (the hooks), at the
+        first step.
 
         Args:
             state: What `state_dict` returned, on any process.
@@ -177,10 +169,8 @@ class GradientSync:
 
         For an FSDP2 model it has DTensors in place of whole tensors, so no process holds the whole residual,
         and it is resharded as the parameters are. For other models it is this handle. To be used on all
-        processes: saving is collective, as `state_dict` is, and loading is strict.
-
-        Cost: of an FSDP2 model a copy of what is remembered of this process's shards, and zeros of fp32 for
-        parameters of which nothing is, which the checkpoint holds as well.
+        processes: saving is collective, as `state_dict` is, and loading is strict. Cost: of an FSDP2 model a
+        copy of what is remembered of this process's shards, and zeros for parameters of which nothing is.
 
         Examples:
             >>> import thinwire, torch
@@ -202,12 +192,9 @@ class GradientSync:
         on entry: the residual, counts of steps, warm-up. The gradients stay.
 
         The context gives a function, `keep`. Call it inside if the gradients are applied after all: then what
-        was remembered stays. All processes must decide alike, such as by the norm of the averaged gradients,
-        or they stop fitting together; so use it outside of `thinwire.join` only.
-
-        Cost: a copy of what is remembered, in the same kind of memory, while the context is open: mostly 4
-        bytes for each parameter that has a residual. Nothing with `AllReduce`, `Cast` and `Quantize`
-        without `error_feedback`.
+        was remembered stays. All processes must decide alike, such as by the norm of the averaged gradients;
+        so use it outside of `thinwire.join` only. Cost: a copy of what is remembered while the context is
+        open, mostly 4 bytes for each parameter that has a residual.
 
         Raises:
             StepError: A step is under way.
@@ -232,7 +219,7 @@ class GradientSync:
         engine = self._engine
         engine.check_between_steps("dry()", also_dry=False)
         before: Remembered | None = engine.state.remembered()
-        opened, is_over = engine.buckets.open_now(), False
+        opened, is_over = engine.buckets.open_buckets(), False
 
         def keep() -> None:
             nonlocal before
@@ -249,7 +236,7 @@ class GradientSync:
             if before is not None:
                 engine.state.go_back(before)
                 # Buckets that were opened since then have made memory fit their plans.
-                if engine.buckets.open_now() != opened:
+                if engine.buckets.open_buckets() != opened:
                     engine.buckets.close_all()
                 engine.reporter.forget_errors()
 

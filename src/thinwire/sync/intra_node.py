@@ -19,7 +19,6 @@ class IntraNodeReduce(NamedTuple):
 
     bucket: BucketState
     parts: BucketParts
-    flat: torch.Tensor
     by_rank: torch.Tensor  # the bucket in the order of local ranks
     work: Work
 
@@ -32,15 +31,14 @@ class IntraNodeReduces:
         self._reduces: list[IntraNodeReduce] = []
         self._num_taken = 0  # of these
 
-    def start(self, bucket: BucketState, flat: torch.Tensor) -> None:
-        """Send the reduce-scatter of a bucket."""
+    def start(self, bucket: BucketState) -> None:
         parts = bucket.parts
         assert parts is not None
-        by_rank = parts.by_rank(flat)
+        by_rank = parts.by_rank(bucket.flat)
         purpose = f"{self._step}, the mean inside of the machine of the bucket of {bucket.specs[0].name}"
         work = self._intra_node.scatter_mean(by_rank, parts.lengths, purpose)
         self._traffic.inside_bytes += parts.inside_bytes
-        self._reduces.append(IntraNodeReduce(bucket, parts, flat, by_rank, work))
+        self._reduces.append(IntraNodeReduce(bucket, parts, by_rank, work))
 
     def take(self, *, but_last: bool) -> Iterator[tuple[BucketState, torch.Tensor]]:
         """Wait for buckets, in order, and yield each with this rank's part of the mean."""
@@ -53,13 +51,13 @@ class IntraNodeReduces:
     def gather(self) -> None:
         """Bring the means of all parts to all local ranks; what was not committed, as well."""
         works = []
-        for bucket, parts, _, by_rank, _ in self._reduces:
+        for bucket, parts, by_rank, _ in self._reduces:
             purpose = f"{self._step}, the means of the bucket of {bucket.specs[0].name}"
             works.append(self._intra_node.gather_parts(by_rank, parts.lengths, purpose))
-        for (_, parts, flat, by_rank, _), work in zip(self._reduces, works, strict=True):
+        for (bucket, parts, by_rank, _), work in zip(self._reduces, works, strict=True):
             with self._traffic.waiting():
                 work.wait()
-            parts.write(flat, by_rank)
+            parts.write(bucket.flat, by_rank)
 
     def forget_taken(self) -> None:
         """Forget those that were waited for: they are as large as the gradients."""

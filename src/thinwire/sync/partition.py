@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -14,9 +13,8 @@ import torch
 from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, Requests, Slot, all_finite
 from thinwire.algorithms.registry import SLOTS
 from thinwire.comm import Transport, gather_bytes
-from thinwire.plan import ParameterSpec, Route
-from thinwire.sync.state import names_in
-from thinwire.sync.state_messages import StatePart
+from thinwire.plan import ParameterSpec
+from thinwire.sync.state import StatePart, names_in
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -37,10 +35,11 @@ NOTHING = _NothingPlan((), ())
 
 
 class Partitioner:
-    """Divides parameters evenly among local ranks: all processes ask alike, and find the same."""
+    """Divides parameters evenly among local ranks: all processes ask alike, and get the same.
 
-    # If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it
-    # lies, so nothing is copied.
+    If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it lies,
+    so nothing is copied.
+    """
 
     def __init__(self, algorithm: Algorithm, num_local_ranks: int, model: Specs) -> None:
         self._indivisible = algorithm.split_granularity
@@ -101,21 +100,21 @@ class Partitioner:
             self._loads[local_rank] += _length(new) - (_length(old[local_rank]) if old else 0)
 
 
-def _length(some: slice) -> int:
-    return int(some.stop - some.start)
+def _length(elements: slice) -> int:
+    return int(elements.stop - elements.start)
 
 
-def part_of(spec: ParameterSpec, some: slice) -> ParameterSpec:
+def part_of(spec: ParameterSpec, elements: slice) -> ParameterSpec:
     """Return the spec by which an algorithm knows a part of a parameter; of all of it, its own spec."""
-    numel = _length(some)
-    return spec if numel == spec.numel else spec._replace(shape=(numel,), stride=(1,), start=some.start)
+    numel = _length(elements)
+    return spec if numel == spec.numel else spec._replace(shape=(numel,), stride=(1,), start=elements.start)
 
 
 class BucketParts:
     """How a bucket is divided among the processes of a machine."""
 
     def __init__(self, specs: Specs, ranges: Sequence[Ranges], local_rank: int) -> None:
-        self.specs, self.ranges, self._local_rank = specs, ranges, local_rank
+        self.specs, self.ranges, self.local_rank = specs, ranges, local_rank
         offsets = list(accumulate((spec.numel for spec in specs), initial=0))
         local_ranks = range(len(ranges[0]))
         # Elements of the bucket of each local rank.
@@ -138,14 +137,9 @@ class BucketParts:
         )
 
     @property
-    def own_specs(self) -> Specs:
-        """This process's parts."""
-        return self.specs_of(self._local_rank)
-
-    @property
     def inside_bytes(self) -> int:
         """Bytes that this process sends to others of its machine in a step."""
-        own, others = self.lengths[self._local_rank], len(self.lengths) - 1
+        own, others = self.lengths[self.local_rank], len(self.lengths) - 1
         return (sum(self.lengths) + (others - 1) * own) * self.specs[0].dtype.itemsize
 
     def by_rank(self, flat: torch.Tensor) -> torch.Tensor:
@@ -154,7 +148,7 @@ class BucketParts:
 
     def own(self, by_rank: torch.Tensor) -> torch.Tensor:
         """Return this process's part, a view."""
-        return by_rank.split_with_sizes(self.lengths)[self._local_rank]
+        return by_rank.split_with_sizes(self.lengths)[self.local_rank]
 
     def write(self, flat: torch.Tensor, by_rank: torch.Tensor) -> None:
         """Write what `by_rank` has returned back to the bucket."""
@@ -194,22 +188,6 @@ class IntraNodePartition:
     def parts(self, bucket: Specs) -> BucketParts:
         """Return who averages what of a bucket."""
         return BucketParts(bucket, self._partitioner.of(bucket), self.intra_node.rank)
-
-    def routes(self, bucket: Specs, planned: Callable[[Specs], BucketPlan]) -> Iterator[Route]:
-        """Yield how the parameters of a bucket travel, with what all local ranks send of them."""
-        found, parts = defaultdict(list), self.parts(bucket)
-        for local_rank in range(self.intra_node.size):
-            for route in planned(parts.specs_of(local_rank)).routes:
-                found[route.label].append((local_rank, route))
-        whole = {route.label: route for route in planned(bucket).routes}
-        for label, routes in found.items():
-            if len(routes) == 1:
-                ((local_rank, route),) = routes
-                yield replace(route, detail=f"{route.detail}, by process {local_rank}")
-            else:
-                sent_bytes = sum(route.message_bytes for _, route in routes)
-                detail = f"{whole[label].detail}, by {len(routes)} processes"
-                yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
 
     # This process's memory.
 
@@ -263,9 +241,9 @@ class IntraNodePartition:
             if name in tensors:
                 whole[self.held(name)] = tensors.pop(name)
             self.intra_node.all_reduce(whole, f"moving the {kind} of {name} inside of a machine").wait()
-            some = ranges[name][self.intra_node.rank]
-            if _length(some):
-                tensors[name] = whole[some].clone()
+            elements = ranges[name][self.intra_node.rank]
+            if _length(elements):
+                tensors[name] = whole[elements].clone()
 
     def view_of(self, part: StatePart, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a parameter that a process of this machine holds, flat."""

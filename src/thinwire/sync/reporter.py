@@ -1,14 +1,16 @@
-"""Reporter: counts steps and messages, says once what went wrong, and tells observers of every step."""
+"""Reporter: prints the plan, counts steps and messages, warns, and calls observers of every step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
 from thinwire.comm import Traffic
+from thinwire.plan import Plan, Route
 from thinwire.sync.bucket_plans import BucketPlans
 from thinwire.sync.clock import StepClock
 from thinwire.sync.stats import Stats
@@ -35,11 +37,73 @@ class Reporter:
         self.gradient_bytes = 0
         self._has_warned = False
         self._kept_errors: tuple[int, Errors] | None = None  # the step after which they were kept
+        self._printed: tuple[object, Plan] = (None, Plan(()))  # of which plans of buckets
 
     @property
     def steps(self) -> int:
         """Steps so far, those that were not finite included."""
         return self._state.steps
+
+    # In print.
+
+    def __str__(self) -> str:
+        buckets, plan = self._buckets, self.plan
+        group, partition, shards = buckets.transport, buckets.partition, buckets.settings.health_group
+        where = (
+            f"{group.size} processes, of which this is {group.rank}"
+            if group.size > 1
+            else "this process alone"
+        )
+        if partition is not None:
+            inter_node, intra_node = buckets.inter_node, partition.intra_node
+            where = f"{inter_node.size} machines of {intra_node.size} processes, of which this is process "
+            where += f"{intra_node.rank} of machine {inter_node.rank}"
+        elif shards is not None:
+            where = f"{group.size * shards.size} processes, {group.size} replicas of {shards.size} "
+            where += f"shards, of which this is shard {shards.rank} of replica {group.rank}"
+        lines = [f"{buckets.algorithm} over {where}"]
+        if plan.routes and group.size > 1:
+            num_compressed = sum(len(route.names) for route in plan.routes if route.is_compressed)
+            lines.append(
+                f"plan: {num_compressed} of {len(buckets.specs)} parameters compressed, "
+                f"{plan.gradient_bytes:,} bytes per step become {plan.message_bytes:,}: "
+                f"compression ratio {plan.compression_ratio:.1f}, rounds: {plan.rounds}"
+            )
+        return "\n".join([*lines, f"so far: {self.counts()}"])
+
+    @property
+    def plan(self) -> Plan:
+        """How each parameter travels, in the order of the model."""
+        plans, partition = self._buckets.plans, self._buckets.partition
+        if plans is not self._printed[0]:  # asked in every step, and seldom a new one
+            order = {name: position for position, name in enumerate(self._state.specs)}
+            printed = (route for plan in plans for route in plan.routes)
+            routes = sorted(
+                self._routes_of_machine() if partition else printed, key=lambda route: order[route.names[0]]
+            )
+            self._printed = plans, Plan(tuple(routes), 1 if partition is None else partition.intra_node.size)
+        return self._printed[1]
+
+    def _routes_of_machine(self) -> Iterator[Route]:
+        """Yield how parameters travel, with what all local ranks send of them."""
+        buckets, partition = self._buckets, self._buckets.partition
+        assert partition is not None
+        if not buckets.specs_of_last:
+            partition = partition.preview()
+        for specs in buckets.specs_of_last or buckets.model_buckets():
+            by_label, parts = defaultdict[str, list[tuple[int, Route]]](list), partition.parts(specs)
+            for local_rank in range(partition.intra_node.size):
+                for route in buckets.plan(parts.specs_of(local_rank)).routes:
+                    by_label[route.label].append((local_rank, route))
+            whole = {route.label: route for route in buckets.plan(specs).routes}
+            for label, routes in by_label.items():
+                if len(routes) == 1:
+                    ((local_rank, route),) = routes
+                    yield replace(route, detail=f"{route.detail}, by process {local_rank}")
+                else:
+                    sent_bytes = sum(route.message_bytes for _, route in routes)
+                    detail = f"{whole[label].detail}, by {len(routes)} processes"
+                    yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
 
     def warn_of_nonfinite(self) -> None:
         """Say once what becomes of a step that is not finite; for adapters whose means the user applies."""

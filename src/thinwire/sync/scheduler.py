@@ -44,7 +44,8 @@ from thinwire.torch_private import is_profiling
 class Task:
     """A bucket's generator of requests, standing at one."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, bucket: str = "") -> None:
+        self.bucket = bucket  # its first parameter
         if not isinstance(requests, Generator):
             raise ConfigError(
                 f"a plan has returned {type(requests).__name__}, expected a generator; yield each "
@@ -92,66 +93,106 @@ class CollectiveScheduler:
     # would wait forever. So one thread sends all, at points of the caller's code that are the same on every
     # rank; never when something has happened to arrive.
 
-    def __init__(self, transport: Transport, name: str) -> None:
+    def __init__(self, transport: Transport, name: str, *, pipelined: bool = False) -> None:
         self.tasks: list[Task] = []
+        self.name = name  # of the step
         self.writes = False  # whether memory is written behind some commit that a task has come to
         self._closing: list[Task] = []  # of `close_with`
-        self._transport, self._size, self._name = transport, transport.size, name
+        self._transport, self._size, self._is_pipelined = transport, transport.size, pipelined
         self._rounds: list[Round] = []  # under way
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
-    def start(self, requests: Requests, name: str) -> None:
+    def start(self, requests: Requests, bucket: str) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on."""
-        with profiler_range("thinwire: round 1"):
-            task = Task(requests)
-            # Compute this bucket alone: waiting for the others would delay the first message until after
-            # the backward pass.
+        with profiler_range(f"thinwire: round 1 of {bucket}"):
+            task = Task(requests, bucket)
+            # This bucket alone: waiting for the others would delay its message until after the backward pass.
             _compute_jointly([task])
-            self._send([task], f"{self._name}, round 1 of the bucket of {name}")
+            self._send([task], f"{self.name}, round 1 of the bucket of {bucket}")
         # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
+        if self._is_pipelined:
+            self._advance_earlier()
 
-    def advance_earlier(self) -> None:
+    def _advance_earlier(self) -> None:
         """Wait for what was sent up to the first message of the last bucket but one; send what comes next.
 
-        To be called after each `start`, at the same buckets on all members. What was sent since then keeps
-        the link busy meanwhile, and for longer than members are apart.
+        What was sent since then keeps the link busy meanwhile, and for longer than members are apart.
         """
         # Decide by what was started, not by what arrived, so every member sends in the same order.
         previous, self._previous = self._previous, self._rounds[-1]
-        if previous is None:
-            return
-        end = self._rounds.index(previous) + 1
-        earlier, self._rounds = self._rounds[:end], self._rounds[end:]
-        self._wait(earlier, "earlier buckets")
-        with profiler_range("thinwire: earlier buckets"):
-            waiting = self._answer(earlier, [task for round_ in earlier for task in round_.tasks])
-            if waiting:
-                purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-                self._send(waiting, purpose)
+        while previous in self._rounds:
+            self._advance_first()
+
+    def _advance_first(self) -> bool:
+        """Wait for the round that was sent first, and send what its buckets ask for next, alone."""
+        if self._rounds:
+            first = self._rounds.pop(0)
+            bucket = first.tasks[0].bucket
+            self._wait([first], bucket)
+            with profiler_range(f"thinwire: next round of {bucket}"):
+                waiting = self._answer([first], first.tasks)
+                if waiting:
+                    self._send(waiting, f"{self.name}, a later round of the bucket of {bucket}")
+        return bool(self._rounds)
+
+    def advance_next(self) -> bool:
+        """Advance all buckets; if they are pipelined, only the one whose message was sent first.
+
+        While that one is decoded, the next one's message travels. Returns whether there is a round under way.
+        """
+        # What closes the step travels with the second messages of all buckets.
+        return self._advance_first() if self._is_pipelined and not self._closing else self.advance()
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
         self._closing.append(Task(requests))
 
     def advance(self) -> bool:
-        """Wait for the round under way and send the next one, of all buckets together; do not wait for that.
-
-        To be called when all buckets have been started, as `Step.advance` says. Returns whether there is a
-        round under way; if not, all buckets stand at their commit.
-        """
+        """Wait for the round under way and send the next one, of all buckets together; see `Step.advance`."""
         self._wait(self._rounds, f"round {self._number}")
         self._number += 1
         with profiler_range(f"thinwire: round {self._number}"):
             # All before anything is sent: so the next messages of all buckets travel as one.
             rounds, self._rounds, self._previous = self._rounds, [], None
             waiting = self._answer(rounds, self.tasks)
-            if self._closing:
-                waiting += self._waiting_to_close()
+            types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
+            for task in self._closing:
+                self.writes = True
+                if task.gate is None:
+                    waiting.append(task)
+                if types and isinstance(task.request, Mean):
+                    # In the type of what is sent anyway: a separate message would cost a latency more.
+                    task.request = Mean(task.request.tensor.to(types[0]))
             if waiting:
-                self._send(waiting, f"{self._name}, round {self._number} of all buckets")
+                self._send(waiting, f"{self.name}, round {self._number} of all buckets")
         return bool(waiting)
+
+    # For means that are applied bucket by bucket, during the next forward pass.
+
+    def collect(self) -> None:
+        """Wait for the messages under way, in turn; buckets come to their next ones, not sent yet."""
+        rounds, self._rounds, self._previous = self._rounds, [], None
+        for round_ in rounds:
+            self._wait([round_], round_.tasks[0].bucket)
+            with profiler_range(f"thinwire: average of {round_.tasks[0].bucket}"):
+                self._answer([round_], round_.tasks)
+
+    def send_last_first(self) -> None:
+        """Send what buckets stand at, that of the last bucket first: the next forward pass begins there."""
+        for task in reversed(self.tasks):
+            if not isinstance(task.request, Commit):
+                self._send([task], f"{self.name}, the mean of the bucket of {task.bucket}")
+
+    def take(self, task: Task) -> None:
+        """Wait for the mean of one bucket, and let that bucket pass its commit."""
+        for round_ in [round_ for round_ in self._rounds if task in round_.tasks]:
+            self._wait([round_], task.bucket)
+            self._rounds.remove(round_)
+            self._answer([round_], round_.tasks)
+        with profiler_range(f"thinwire: decode {task.bucket}"):
+            self.commit([task])
 
     def _wait(self, rounds: Sequence[Round], what: str) -> None:
         with profiler_range(f"thinwire: wait for {what}"):
@@ -173,16 +214,6 @@ class CollectiveScheduler:
             elif task.request is not None:
                 waiting.append(task)
         return waiting
-
-    def _waiting_to_close(self) -> list[Task]:
-        """Return what closes the step, as far as it stands at a message."""
-        means = [task.request.tensor.dtype for task in self.tasks if isinstance(task.request, Mean)]
-        for task in self._closing if means else ():
-            if isinstance(task.request, Mean):
-                # In the type of what is sent anyway: a separate message would cost a latency more.
-                task.request = Mean(task.request.tensor.to(means[0]))
-        self.writes = True
-        return [task for task in self._closing if task.gate is None]
 
     def _send(self, tasks: Sequence[Task], purpose: str) -> None:
         later = Round(tasks, self._size, purpose)
@@ -217,12 +248,7 @@ class CollectiveScheduler:
 
         Only if no one goes back to the gradients as they were: if the step is dropped, they are filled.
         """
-        passed = []
-        for task in self.tasks:
-            if task.gate is not None and not task.gate.writes:
-                passed.append(task)
-        if passed:
-            self.commit(passed)
+        self.commit([task for task in self.tasks if task.gate is not None and not task.gate.writes])
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let tasks pass their commits: going on to their ends is what writes memory."""
@@ -233,7 +259,6 @@ class CollectiveScheduler:
         _compute_jointly(tasks)
 
     def commit_closing(self) -> None:
-        """Let what closes the step pass: it reads the means of all buckets."""
         self.commit(self._closing)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.comm import Transport
 from thinwire.errors import ConfigError
-from thinwire.sync.weights import Weight, checked_weight
+from thinwire.sync.weights import Weight, checked_weight, number_of
 from thinwire.tensors import accelerators
 from thinwire.tensors.accelerators import to_device_async
 
@@ -63,15 +63,11 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
 
     def scale_on(device: torch.device) -> torch.Tensor:
         scale = grad_scaler()  # in each step: it may follow a schedule of the user's
-        try:
-            # Text and truth would pass as numbers: float("2") is one, and so is True.
-            number = math.nan if isinstance(scale, str | bool) else float(scale)
-            in_fp32 = torch.tensor(number, dtype=torch.float32)
-            if not 0 < in_fp32.item() < math.inf:
-                raise ValueError(number)
-        except (TypeError, ValueError, RuntimeError) as error:
-            what = "the function given as grad_scaler must return a number above 0 within fp32"
-            raise ConfigError(f"{what}, got {scale!r}") from error
+        in_fp32 = torch.tensor(number_of(scale), dtype=torch.float32)
+        if not 0 < in_fp32.item() < math.inf:
+            raise ConfigError(
+                f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"
+            )
         return to_device_async(device, in_fp32)
 
     return scale_on
@@ -95,12 +91,11 @@ class Settings:
             raise ConfigError(f'host_check must be "auto", True or False, got {self.host_check!r}')
         if self.host_check != "auto":  # but NumPy's own, 1 and 0 as well
             object.__setattr__(self, "host_check", bool(self.host_check))
-        is_raised, other = checked_on_nonfinite(self.on_nonfinite) == "raise", ""
+        checked_on_nonfinite(self.on_nonfinite)
+        other = 'on_nonfinite="raise": the host can\'t raise what it does not learn'
         if self.may_be_unused:
             other = "find_unused_parameters=True: which parameters are unused is the host's to find out"
-        elif is_raised:
-            other = 'on_nonfinite="raise": the host can\'t raise what it does not learn'
-        if other and not self.host_check:
+        if not self.host_check and (self.may_be_unused or self.on_nonfinite == "raise"):
             raise ConfigError(f"host_check=False does not go with {other}; leave out one of them")
 
     def resolved(self, algorithm: Algorithm, device: torch.device) -> Settings:
@@ -124,14 +119,12 @@ class Settings:
     ) -> Settings:
         """Return the settings of a user, by the arguments that adapters take; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
-        scale = loss_scale_of(grad_scaler)
-        is_skipped, typed = _is_enabled(grad_scaler), typed or {}
         return cls(
-            scale,
-            is_skipped,
+            loss_scale_of(grad_scaler),
+            _is_enabled(grad_scaler),
             host_check=host_check,
             on_nonfinite=on_nonfinite,
-            typed=typed,
+            typed=typed or {},
             weight=checked_weight(weight),
         )
 

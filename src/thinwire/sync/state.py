@@ -1,4 +1,4 @@
-"""The format of saved states, and their loader.
+"""The format of saved states, their loader, and the merge of states that processes saved for themselves.
 
 A state is a mapping of plain values and tensors on the CPU:
 
@@ -27,9 +27,11 @@ from thinwire.algorithms.registry import SLOTS
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
-from thinwire.sync import state_0_2
+from thinwire.tensors.layout import shape_of_shard, shard_of
 
 FORMAT = 5
+FORMAT_0_2 = 4  # of Thinwire 0.2: read by this version, not by the next one
+NAMES_IN_0_2 = {"rank": "member", "world_size": "members", "local_rank": "place", "local_size": "places"}
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -69,6 +71,15 @@ class SavedState(NamedTuple):
     digest: int = 0  # for processes to compare what they have loaded
 
 
+class StatePart(NamedTuple):
+    """A tensor that some process has."""
+
+    rank: int
+    slot: Slot
+    label: str
+    tensor: torch.Tensor
+
+
 def tensors_to_save(
     algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec], pending: Tensors
 ) -> Tensors:
@@ -106,17 +117,21 @@ def pack(state: SavedState) -> dict[str, Any]:
     return packed
 
 
+def updated(state: Any) -> Any:
+    """Return a state of 0.2's `local_state_dict`, which is two mappings, as this version has it."""
+    if not isinstance(state, Mapping) or "own" not in state:
+        return state
+    layout = {name: state[before] for name, before in NAMES_IN_0_2.items()}
+    layout |= {"machines": state.get("machines"), "cuts": state.get("cuts", ())}
+    return {**state["own"], "layout": layout}
+
+
 def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
-    """Return what `state_dict` or `local_state_dict` has saved, once names, shapes and types are checked.
+    """Return what was saved, also by 0.2, once names, shapes and types are checked; a copy of its tensors.
 
     Args:
-        state: Also of 0.2.
+        state: Of `state_dict` or `local_state_dict`.
         slots: Those of the algorithm in use.
-
-    Cost: a copy of its tensors.
-
-    Raises:
-        StateError: It is no such state.
     """
     known = {**SLOTS, **{slot.name: slot for slot in slots}}
     with damage_named():
@@ -139,7 +154,7 @@ def damage_named() -> Iterator[None]:
 
 
 def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
-    state = state_0_2.updated(state)
+    state = updated(state)
     check_kind(state, KEYS, "state_dict()")
     slots: Tensors = {}
     for name, (is_local, is_elementwise) in state["slots"]:
@@ -148,6 +163,9 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
         if known.get(name, slot) != slot:
             raise StateError(f"the state has a {name} of a different kind than this Thinwire's; {EARLIER}")
         slots[known.get(name, slot)] = {label: _copied(tensor) for label, tensor in state[name]}
+    cuts: Cuts = {}
+    for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
+        cuts[name] = (tuple(map(int, shape)), None if dim is None else range(len(shape))[dim])
     loaded = SavedState(
         str(state["algorithm"]),
         whole_number("step", state["step"], minimum=0, error=StateError),
@@ -155,14 +173,14 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
         {name: tuple(map(int, shape)) for name, shape in state["parameters"]},
         slots,
         position_of(state),
-        _cuts_of(state),
+        cuts,
     )
     return loaded._replace(digest=_digest(loaded))
 
 
 def position_of(state: Mapping[str, Any]) -> Position | None:
     """Return which process has saved a state for itself; None if it is of all processes."""
-    layout = state_0_2.updated(state).get("layout")
+    layout = updated(state).get("layout")
     if layout is None:
         return None
     rank, world_size, local_rank, local_size = (int(layout[name]) for name in Position._fields[:4])
@@ -171,13 +189,6 @@ def position_of(state: Mapping[str, Any]) -> Position | None:
     if not (0 <= rank < world_size and 0 <= local_rank < local_size) or world_size % local_size:
         raise StateError(f"the state is of {position}, which can't be; {EARLIER}")
     return position
-
-
-def _cuts_of(state: Mapping[str, Any]) -> Cuts:
-    cuts: Cuts = {}
-    for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
-        cuts[name] = (tuple(map(int, shape)), None if dim is None else range(len(shape))[dim])
-    return cuts
 
 
 def _copied(tensor: object) -> torch.Tensor:
@@ -243,7 +254,7 @@ def check_kind(state: object, keys: Set[str], made_by: str) -> None:
     """Refuse a value that is no state, or one of a different version; it may have more keys than those."""
     if not isinstance(state, Mapping) or not state.keys() >= keys:
         raise StateError(f"expected a state made by {made_by}, got {shown_kind(state)}")
-    if not isinstance(state["version"], int) or state["version"] not in (state_0_2.VERSION, FORMAT):
+    if not isinstance(state["version"], int) or state["version"] not in (FORMAT_0_2, FORMAT):
         raise StateError(
             f"the state is of version {state['version']!r}, this Thinwire reads version {FORMAT} and 0.2's; "
             "load it with the Thinwire that saved it"
@@ -329,3 +340,77 @@ def _first(names: Iterable[str]) -> str:
     """Return the first few names, to be shown."""
     listed = sorted(names)
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+
+
+def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state, as `state_dict` would have, of the states that all processes saved for themselves.
+
+    It is for `load_state_dict` on any number of processes: residuals become their mean, so nothing is lost.
+
+    Args:
+        states: What `local_state_dict` returned on each process, in any order; read one after the other.
+
+    Cost: as much memory as a state in fp64, beside the one being read.
+
+    Raises:
+        StateError: One is damaged, twice there or missing, or they are not of one step of one run.
+    """
+    first: SavedState | None = None
+    first_run: object = None
+    ranks, merged, dtypes = set[int](), Tensors(), dict[tuple[Slot, str], torch.dtype]()
+    for state in states:
+        loaded = read_state(state)
+        if (position := loaded.position) is None:
+            raise StateError("expected a state made by local_state_dict(), got one of all processes")
+        run = (position.world_size, position.local_size, loaded.cuts, loaded.digest)
+        if first is None:
+            first, first_run, num_processes = loaded, run, position.world_size
+        if run != first_run or position.rank in ranks:
+            raise StateError(
+                "the states are not of one step of one run, or one is there twice; merge those that were "
+                "saved together"
+            )
+        _add(loaded, position, merged, dtypes)
+        ranks.add(position.rank)
+    if first is None or ranks != set(range(num_processes)):
+        listed = ", ".join(map(str, sorted(ranks))) or "none"
+        raise StateError(
+            f"expected the states of all processes, of {num_processes if first else 'any'}, got {listed}"
+        )
+    for (slot, label), dtype in dtypes.items():
+        merged[slot][label] = merged[slot][label].to(dtype)
+    shapes = {name: shape for name, (shape, _) in first.cuts.items()} or first.shapes
+    return pack(first._replace(shapes=shapes, slots=merged, position=None))
+
+
+def _add(
+    loaded: SavedState, position: Position, merged: Tensors, dtypes: dict[tuple[Slot, str], torch.dtype]
+) -> None:
+    """Add the state of one process to those before it."""
+    (_, world_size, local_rank, local_size, _), cuts = position, loaded.cuts
+    for slot, tensors in loaded.slots.items():
+        of_slot = merged.setdefault(slot, {})
+        for label, tensor in tensors.items():
+            if not slot.is_elementwise:
+                of_slot.setdefault(of_shard(label, local_rank, local_size) if cuts else label, tensor)
+                continue
+            # The mean over machines, of which each process has its part, and zeros; or over replicas, of
+            # which each has a shard, or all of what is not cut.
+            shape, dim = cuts.get(label, (tuple(tensor.shape), None))
+            dtypes[slot, label] = tensor.dtype
+            whole = of_slot.setdefault(label, torch.zeros(shape, dtype=torch.float64))
+            if shape_of_shard(shape, dim, local_rank, local_size) != tensor.shape or whole.shape != shape:
+                raise StateError(
+                    f"the {slot.name} of {label} has shape {tuple(tensor.shape)}, which is no part of "
+                    f"{tuple(whole.shape)}; merge states that were saved together"
+                )
+            share = tensor.double() / (world_size // local_size)
+            if dim is not None:
+                shard_of(whole, dim, local_rank, local_size).add_(share)
+            elif not cuts or local_rank == 0:
+                whole.add_(share)
+
+
+def of_shard(label: str, shard: int, num_shards: int) -> str:
+    """Return the name of a label in the state of a whole model, if it belongs to a shard alone."""
+    return f"{label}{SHARD_MARK}{shard} of {num_shards}"

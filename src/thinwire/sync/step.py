@@ -14,7 +14,6 @@ from thinwire.errors import StepError
 from thinwire.sync.bucket_plans import BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
 from thinwire.sync.intra_node import IntraNodeReduces
-from thinwire.sync.partition import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, profiler_range
 from thinwire.sync.streams import refuse_capture
@@ -37,9 +36,6 @@ class Step:
         scheduler: Sends what the buckets ask for.
         clock: Times the step.
         traffic: Counts the time that the host waits, and bytes inside of machines.
-        number: Of the step, for errors.
-        rank: Of this process among those that it averages with.
-        is_pipelined: Whether buckets go on to their second message while others are started.
         ended: Is called when the step has ended, with whether it was committed.
         weights: Say by how much this process counts; None if all count alike.
     """
@@ -51,40 +47,32 @@ class Step:
         scheduler: CollectiveScheduler,
         clock: StepClock,
         traffic: Traffic,
-        *,
-        number: int,
-        rank: int,
-        is_pipelined: bool,
         ended: Callable[[Step, bool], None],
         weights: Weights | None = None,
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
         self.num_parameters = self.gradient_bytes = 0  # of the buckets that were started so far
         self._plans, self._state, self._memory, self._scheduler = plans, plans.state, memory, scheduler
-        self._clock, self._traffic, self._ended = clock, traffic, ended
-        self._name, self._rank, self._is_pipelined = f"step {number}", rank, is_pipelined
-        self._started: list[BucketState] = []  # in flight
-        self._buckets: list[Bucket] = []  # what of them this process averages
-        # New buckets, and those that came after one, wait for the comparison of the processes.
-        self._held: list[Bucket] = []
+        self._clock, self._traffic, self._ended, self._name = clock, traffic, ended, scheduler.name
+        self._buckets: list[BucketState] = []  # in the order in which they were started
+        # Of them. New buckets, and those that came after one, wait for the comparison of the processes.
+        self._num_sent = 0
         self._has_all = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._weights = weights
         self._share: Share | None = None
         self._reduces: IntraNodeReduces | None = None
-        if plans.partition is not None:
-            self._reduces = IntraNodeReduces(plans.partition.intra_node, traffic, self._name)
         self._unused: UnusedParameters | None = None
-        if plans.settings.may_be_unused and self._has_residual():
-            self._unused = UnusedParameters()
-
-    def _has_residual(self) -> bool:
-        """Return whether unused parameters matter, the same on all processes."""
-        # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
-        # has no residual, a later one may. The first step after a warm-up has none, and leaves one.
-        is_on_machine = self._reduces is not None  # there all processes ask each other
-        has = self._state.may_remember if is_on_machine else self._state.has([ERROR])
-        return has or self._plans.algorithm.remembers
+        state, partition = plans.state, plans.partition
+        if partition is not None:
+            self._reduces = IntraNodeReduces(partition.intra_node, traffic, self._name)
+        if plans.settings.may_be_unused:
+            # The same on all processes, and once for all buckets. What was loaded becomes memory bucket by
+            # bucket: if the first one has no residual, a later one may. The first step after a warm-up has
+            # none, and leaves one. On a machine all processes ask each other.
+            has_residual = state.has([ERROR]) if partition is None else state.may_remember
+            if has_residual or plans.algorithm.remembers:
+                self._unused = UnusedParameters()
 
     @property
     def unused(self) -> set[str]:
@@ -98,9 +86,7 @@ class Step:
 
     # Buckets, as they come.
 
-    def start(
-        self, bucket: BucketState | Specs, flat: torch.Tensor, used: Sequence[bool] | None = None
-    ) -> None:
+    def start(self, bucket: BucketState, flat: torch.Tensor, used: Sequence[bool] | None = None) -> None:
         """Send the first message of a bucket whose gradients are ready, and return.
 
         Which of its parameters were `used` on this process counts if the settings have `may_be_unused`; None
@@ -110,80 +96,61 @@ class Step:
             raise StepError(ENDED)
         if flat.is_cuda:
             refuse_capture()
-        opened = bucket if isinstance(bucket, BucketState) else None
-        specs: Specs = bucket if opened is None else opened.specs  # type: ignore[assignment]
-        if opened is None or opened.is_in_flight or self._held:
-            self._refuse_twice(specs, opened)
+        if bucket.is_in_flight:
+            self._refuse_twice(bucket)
         if flat.device != self._plans.device:
             self._plans.move_to(flat.device)
         self._clock.device = flat.device
         with self._working(are_ready=True):
-            self.num_parameters += len(specs)
+            self.num_parameters += len(bucket.specs)
             self.gradient_bytes += flat.nbytes
             if self._unused is not None:
-                self._unused.note(Bucket(specs, flat), used)
+                self._unused.note(Bucket(bucket.specs, flat), used)
+            bucket.is_in_flight, bucket.flat = True, flat
+            self._buckets.append(bucket)
             # Buckets are sent in the order in which they came: after one that waits, all wait.
-            if opened is None or self._held:
-                self._held.append(Bucket(specs, flat))
-            else:
-                self._send(opened, flat)
+            if bucket.is_open and self._num_sent == len(self._buckets) - 1:
+                self._send(bucket)
 
-    def _refuse_twice(self, specs: Specs, opened: BucketState | None) -> None:
-        started = [*(bucket.specs for bucket in self._started), *(bucket.specs for bucket in self._held)]
-        if specs in started:
+    def _refuse_twice(self, bucket: BucketState) -> None:
+        if bucket in self._buckets:
             # The pass that began this step will never end it: left open, it would stand in the way of saving.
             self.abandon()
             raise StepError(
-                f"the bucket of {specs[0].name} was started twice: the last backward pass did not "
+                f"the bucket of {bucket.specs[0].name} was started twice: the last backward pass did not "
                 "finish on this process; restart all processes from a checkpoint"
             )
-        if opened is not None and opened.is_in_flight:
-            # It would begin with the memory that the other step is about to write, and one of both be lost.
-            raise StepError(
-                f"the bucket of {specs[0].name} is in flight in an earlier step; finish or abandon that first"
-            )
+        # It would begin with the memory that the other step is about to write, and one of both be lost.
+        raise StepError(
+            f"the bucket of {bucket.specs[0].name} is in flight in an earlier step; finish or abandon that "
+            "first"
+        )
 
-    def _send(self, bucket: BucketState, flat: torch.Tensor) -> None:
+    def _send(self, bucket: BucketState) -> None:
+        self._num_sent += 1
         # Not before: in the first step processes have compared their settings by now.
         if self._weights is not None:
             self._share = self._share or self._weights.share(self._name)
-            self._share.apply(flat)
+            self._share.apply(bucket.flat)
         if self._reduces is None:
-            self._send_part(bucket, flat)
+            self._send_part(bucket, bucket.flat)
         else:
             # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
-            self._reduces.start(bucket, flat)
-        # Only now: if the message could not be sent, the bucket stays free for a later step.
-        bucket.is_in_flight = True
-        self._started.append(bucket)
-        if self._reduces is not None:
-            self._send_reduced(self._reduces, but_last=True)
-
-    def _send_reduced(self, reduces: IntraNodeReduces, *, but_last: bool) -> None:
-        for bucket, part in reduces.take(but_last=but_last):
-            self._send_part(bucket, part)
+            self._reduces.start(bucket)
+            for reduced, part in self._reduces.take(but_last=True):
+                self._send_part(reduced, part)
 
     def _send_part(self, bucket: BucketState, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
-        plan, scale = bucket.plan, None
-        if self._plans.settings.loss_scale is not None:
-            scale = self._loss_scale_on(flat.device)
-        part = Bucket(plan.specs, flat, scale, self._rank)
-        self._scheduler.start(plan.run(part, self._memory), bucket.specs[0].name)
-        self._buckets.append(part)
-        if self._is_pipelined:
-            self._scheduler.advance_earlier()
-
-    def _loss_scale_on(self, device: torch.device) -> torch.Tensor:
-        """Return the number that the loss is multiplied by in this step, shape ().
-
-        One tensor for all buckets on a device: only what has the same scale shares launches.
-        """
-        loss_scale = self._plans.settings.loss_scale
-        # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the device.
-        if device not in self._scales and loss_scale is not None:
-            self._scales[device] = loss_scale(device).reshape(())
-        return self._scales[device]
+        scale, loss_scale = None, self._plans.settings.loss_scale
+        if loss_scale is not None:
+            # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the
+            # device. One for all buckets: only what has the same scale shares launches.
+            if flat.device not in self._scales:
+                self._scales[flat.device] = loss_scale(flat.device).reshape(())
+            scale = self._scales[flat.device]
+        bucket.part = Bucket(bucket.plan.specs, flat, scale, self._plans.inter_node.rank)
+        self._scheduler.start(bucket.plan.run(bucket.part, self._memory), bucket.specs[0].name)
 
     # Round by round.
 
@@ -209,25 +176,28 @@ class Step:
     def _send_rest(self) -> None:
         """Send all that waited until all buckets were there."""
         self._has_all = True
-        if not self._started and not self._held:
+        if not self._buckets:
             raise StepError("finish() was called without start(): there are no gradients to average")
-        if self._held:
-            # One comparison of the processes for all that are new.
-            opened = self._plans.open_all({bucket.specs: bucket.flat.device for bucket in self._held})
-        if self._state.unchecked is not None:
-            # If parameters become known bucket by bucket, the state of a different model can't be refused
-            # sooner. Nothing has been written yet.
-            self._state.check_loaded()
-        for bucket in self._held:
-            self._send(opened[bucket.specs], bucket.flat)
-        self._held = []
-        if self._reduces is not None:
-            self._send_reduced(self._reduces, but_last=False)
+        waiting = self._buckets[self._num_sent :]
+        # One comparison of the processes for all that are new.
+        self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
+        # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
+        # Nothing has been written yet.
+        self._state.check_loaded()
+        for bucket in waiting:
+            self._send(bucket)
+        for bucket, part in self._reduces.take(but_last=False) if self._reduces is not None else ():
+            self._send_part(bucket, part)
         if self._unused is not None:
             partition = self._plans.partition
             inside = None if partition is None else partition.intra_node
             # One message for all buckets, which travels with their second.
-            self._scheduler.close_with(self._unused.run(self._memory, self._buckets, inside, self._name))
+            self._scheduler.close_with(self._unused.run(self._memory, self._parts, inside, self._name))
+
+    @property
+    def _parts(self) -> list[Bucket]:
+        """What this process averages of the buckets."""
+        return [bucket.part for bucket in self._buckets]
 
     def finish(self) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as is known.
@@ -247,12 +217,15 @@ class Step:
                     # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
                         self._scheduler.commit_early()
-                    is_under_way = self._scheduler.advance()
+                    is_under_way = self._scheduler.advance_next()
                 with profiler_range("thinwire: commit"):
                     committed = self._commit()
                 if self._reduces is not None:
                     self._reduces.gather()
-                    self._traffic.machine_bytes += self._machine_bytes()
+                    # As planned: none knows what the others of the machine have sent.
+                    is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
+                    planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
+                    self._traffic.machine_bytes += planned_bytes if is_warm else self.gradient_bytes
                 # After the commit: plans go by the count of the steps before theirs.
                 self._count(committed=committed)
             finally:
@@ -263,22 +236,47 @@ class Step:
         self._ended(self, committed)
         return committed
 
-    def _machine_bytes(self) -> int:
-        """Return what the processes of this machine have sent, as planned: none knows it of the others."""
-        if self._memory.step < self._plans.algorithm.warmup_steps:
-            return self.gradient_bytes
-        return sum(bucket.machine_bytes for bucket in self._started)
+    # Or bucket by bucket, without a decision on all: for plans that write no memory (`overlap_forward`).
+
+    def collect(self) -> list[Task]:
+        """Wait for all first messages; return buckets' tasks, which stand at their second one."""
+        with self._working(are_ready=False):
+            try:
+                if not self._has_all:
+                    self._send_rest()
+                self._scheduler.collect()
+            except BaseException:
+                self.abandon()
+                raise
+        return self._scheduler.tasks
+
+    def send_means(self) -> None:
+        """Send all second messages, and wait for none."""
+        with self._working(are_ready=False):
+            self._scheduler.send_last_first()
+
+    def take(self, number: int) -> None:
+        """Wait for the mean of one bucket, and write it to where its gradients were."""
+        with self._working(are_ready=False):
+            self._scheduler.take(self._scheduler.tasks[number])
+
+    def end(self) -> None:
+        """End the step, of which all buckets were taken."""
+        self._count(committed=True)
+        self.abandon()  # nothing is under way
+        self._clock.end_step()
+        self._ended(self, True)
 
     def _count(self, *, committed: bool) -> None:
         state = self._state
         if committed:
             state.memory.step += 1
-            for bucket in self._started:
+            for bucket in self._buckets:
                 state.unsynced_names |= bucket.names
         else:
             state.nonfinite_steps += 1
-        if self._started != self._plans.last_used:  # mostly the same as in the step before
-            self._plans.note(self._started)
+        if self._buckets != self._plans.last_used:  # mostly the same as in the step before
+            self._plans.note(self._buckets)
         if state.torn == self._name:
             state.torn = ""
 
@@ -287,40 +285,40 @@ class Step:
 
     def _commit(self) -> bool:
         """Let all buckets commit, or none; return whether they did, as far as the host knows."""
-        state, settings = self._state, self._plans.settings
-        if not self._must_ask():
+        state, settings, tasks = self._state, self._plans.settings, self._scheduler.tasks
+        # Does anybody want to know if the step is healthy? The same on all processes.
+        must_ask = settings.on_nonfinite != "nan"
+        if self._reduces is not None:
+            must_ask |= state.may_remember
+        else:
+            must_ask |= settings.health_group is not None or self._scheduler.writes
+        if not must_ask:
             # There is nothing to take back, and what is not finite is so in the gradients already.
-            self._write(self._scheduler.tasks)
+            self._write(tasks)
             return True
         is_healthy, remembers = self._is_healthy()
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             state.count_unseen(is_healthy)
+            device, gates = is_healthy.device, [task.gate for task in tasks]
+            is_on_device = all(gate is not None and gate.commits_on_device for gate in gates)
+            is_on_device &= all(part.flat.device == device for part in self._parts)
             # On the CPU it makes no one wait to ask.
-            if accelerators.is_accelerator(is_healthy.device) and self._can_commit_on(is_healthy.device):
-                self._write(self._scheduler.tasks, is_healthy)
-                for bucket in self._buckets if fill == 0 else ():  # else each has made its own NaN
-                    bucket.flat.masked_fill_(~is_healthy, fill)
+            if is_on_device and accelerators.is_accelerator(device):
+                self._write(tasks, is_healthy)
+                for part in self._parts if fill == 0 else ():  # else each has made its own NaN
+                    part.flat.masked_fill_(~is_healthy, fill)
                 return True
         with self._traffic.waiting():  # for an accelerator
             committed = bool(is_healthy)
             if remembers is not None and settings.host_check and not self._plans.algorithm.remembers:
                 state.may_remember = bool(remembers)
         if committed:
-            self._write(self._scheduler.tasks)
+            self._write(tasks)
             self._scheduler.commit_closing()
-        for bucket in () if committed else self._buckets:
-            bucket.flat.fill_(fill)
+        for part in () if committed else self._parts:
+            part.flat.fill_(fill)
         return committed or not settings.host_check
-
-    def _must_ask(self) -> bool:
-        """Return whether anybody wants to know if the step is healthy; the same on all processes."""
-        settings = self._plans.settings
-        if settings.on_nonfinite != "nan":
-            return True
-        if self._reduces is not None:
-            return self._state.may_remember
-        return settings.health_group is not None or self._scheduler.writes
 
     def _write(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let tasks pass their commits, behind which they write memory, and the means that depend on it."""
@@ -347,13 +345,6 @@ class Step:
         group.all_reduce(counts, purpose).wait()
         return counts[0] == 0, counts[1] > 0
 
-    def _can_commit_on(self, device: torch.device) -> bool:
-        """Return whether a device decides, without the host, what becomes of all buckets."""
-        return all(
-            task.gate is not None and task.gate.commits_on_device and bucket.flat.device == device
-            for task, bucket in zip(self._scheduler.tasks, self._buckets, strict=True)
-        )
-
     # Its end.
 
     def abandon(self) -> None:
@@ -361,12 +352,10 @@ class Step:
         # It does not wait for what is under way: if a member has died, that would hold back the error
         # until the group's timeout. What comes next does (`drain`).
         self._scheduler.close()
-        for bucket in self._started if self.is_open else ():
-            bucket.is_in_flight = False
-        # They are as large as the gradients, and the engine keeps an abandoned step until the next one.
-        self._buckets.clear()
+        for bucket in self._buckets if self.is_open else ():
+            bucket.release()
         if self._reduces is not None:
-            self._reduces.forget_taken()
+            self._reduces.forget_taken()  # they are as large as the gradients
         self.is_open = False
 
     def drain(self) -> None:

@@ -57,11 +57,6 @@ class Weights:
     """Finds the scale by which this process's gradients count in a step: weight · processes / all weights.
 
     Scaling what goes in, not what comes out, keeps the residual in one unit while weights change.
-
-    Args:
-        weight: Of this process.
-        inter_node: With whom this process averages.
-        intra_node: The processes of this machine, if those on other machines are of its local rank only.
     """
 
     def __init__(self, weight: Weight, inter_node: Transport, intra_node: Transport | None) -> None:

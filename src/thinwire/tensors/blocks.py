@@ -1,18 +1,14 @@
-"""How a bucket is cut: into blocks that have their own scale, and into chunks that send few entries."""
+"""How a bucket is cut into blocks that have their own scale."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
-
-from thinwire.plan import ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -128,62 +124,3 @@ class Blocks:
     def spread(self, values: Sequence[int]) -> torch.Tensor:
         """Return a number for each tensor as one for each of its blocks."""
         return torch.tensor(values, dtype=torch.int64).repeat_interleave(torch.tensor(self.counts))
-
-
-class ChunkRun(NamedTuple):
-    """Chunks of one parameter that lie one behind the other."""
-
-    parameter: int  # by index in the bucket
-    first: int  # where the first one begins in the bucket, in elements
-    num_chunks: int
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The chunks of a bucket that have one length."""
-
-    length: int  # elements of each
-    kept: int  # entries of each that are sent
-    runs: tuple[ChunkRun, ...]  # where they lie
-
-    @property
-    def count(self) -> int:
-        """Number of chunks."""
-        return sum(run.num_chunks for run in self.runs)
-
-    def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the chunks as rows, (count, length): a view if they lie together, else a copy."""
-        parts = [flat[run.first : run.first + run.num_chunks * self.length] for run in self.runs]
-        together = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return together.view(self.count, self.length)
-
-
-def kept_of(length: int, density: float) -> int:
-    """Return how many entries of a chunk are sent: at least one.
-
-    Examples:
-        >>> kept_of(4096, 1 / 64), kept_of(100, 1 / 64), kept_of(10, 1 / 64)
-        (64, 2, 1)
-    """
-    return max(1, round(density * length))
-
-
-def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tuple[Chunks, ...]:
-    """Cut each parameter into chunks, of which the last may be shorter; return them by length, in order.
-
-    Examples:
-        >>> shapes = {"weight": (10, 10), "bias": (10,)}
-        >>> specs = [ParameterSpec.of(name, torch.empty(shape)) for name, shape in shapes.items()]
-        >>> [(chunks.length, chunks.count) for chunks in chunks_of(specs, 40, 0.1)]
-        [(40, 2), (20, 1), (10, 1)]
-    """
-    runs: dict[int, list[ChunkRun]] = defaultdict(list)
-    first = 0
-    for parameter, spec in enumerate(specs):
-        count, shorter = divmod(spec.numel, length)
-        if count:
-            runs[length].append(ChunkRun(parameter, first, count))
-        if shorter:
-            runs[shorter].append(ChunkRun(parameter, first + count * length, 1))
-        first += spec.numel
-    return tuple(Chunks(size, kept_of(size, density), tuple(of_size)) for size, of_size in runs.items())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 
 from thinwire.torch_private import storage_key
+
+Item = TypeVar("Item")
 
 
 def concat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -32,6 +36,20 @@ def stack_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not (is_even and is_one and all(tensor.is_contiguous() for tensor in tensors)):
         return None
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+
+
+def split_as(flat: torch.Tensor, shapes: Sequence[torch.Size | tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return views of a flat tensor in some shapes, one after the other."""
+    parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def group_indices(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[list[int]]:
+    """Return the items of each kind, by index."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault(kind(item), []).append(index)
+    return list(groups.values())
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,10 +68,6 @@ def fail_at(
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
-
-    Examples:
-        >>> fail_at(process=1, step=3, kind="kill")
-        Fault(process=1, step=3, kind='kill', after_messages=0, seconds=None, restart=0)
     """
     # `restart` may be None, for every incarnation.
     given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart or 0}
@@ -107,10 +103,7 @@ def random_faults(
         processes: In the group.
         steps: In which they may happen: 0 to this, exclusive.
         kinds: Among which to draw; by default those that need no restart.
-        seconds: That a process is slow or stalled, and no longer.
-
-    Raises:
-        ConfigError: There are more faults than steps, or a setting is out of range.
+        seconds: That a process is slow or stalled.
     """
     if whole_number("num_faults", num_faults, minimum=0) > whole_number("steps", steps, minimum=0):
         raise ConfigError(f"num_faults must be at most steps, {steps}, got {num_faults}")
@@ -196,11 +189,11 @@ class _FaultyTransport(Wrapped):
                     "which is always finite; schedule the fault after a different number of messages"
                 )
             self.struck.append(fault)
-            _suffer(fault, message.tensor)
+            _strike(fault, message.tensor)
         return super().start(message)
 
 
-def _suffer(fault: Fault, message: torch.Tensor) -> None:
+def _strike(fault: Fault, message: torch.Tensor) -> None:
     if fault.kind == "non-finite":
         # A slice, not an index: a message may be empty.
         message.view(-1)[:1] = torch.inf

@@ -80,8 +80,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             records = [first, *_undamaged(file, run, first["process_rank"])]
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    lists = {"step": run.steps, "norms": run.norms, "log": run.logs}
-    seconds_before = 0.0
+    lists, seconds_before = {"step": run.steps, "norms": run.norms, "log": run.logs}, 0.0
     for record in without_undone(records):
         if record["kind"] == "run":
             run.name = record["name"] or run.name
@@ -110,24 +109,20 @@ def _travels(plan: Record) -> tuple[object, object]:
 def check_first_line(path: Path, line: bytes) -> Record:
     """Return the record of a file's first line, if a `Watch` of this format has written it."""
     try:
-        first = record_of(line)
+        first = _record_of(line)
         if first["kind"] != "run" or "format" not in first:
             raise ValueError("expected a run and its format")
     except ValueError as error:
         reason = f"its first line: {error}" if line else "it is empty"
-        raise ConfigError(
-            f"{path} is no file of a thinwire.Watch ({reason}); give a different path"
-        ) from error
+        told = f"{path} is no file of a thinwire.Watch ({reason}); give a different path"
+        raise ConfigError(told) from error
     if first["format"] != FORMAT:
-        raise ConfigError(
-            f"{path} has format {first['format']}, this Thinwire has format {FORMAT}; give a different path, "
-            "or read it with the Thinwire that wrote it"
-        )
+        other = f"{path} has format {first['format']}, this Thinwire has format {FORMAT}"
+        raise ConfigError(f"{other}; give a different path, or read it with the Thinwire that wrote it")
     return first
 
 
-def record_of(line: bytes) -> Record:
-    """Return the record of a line; a line of anything else raises ValueError."""
+def _record_of(line: bytes) -> Record:
     record: Record = json.loads(line)
     if not isinstance(record, dict) or record.get("kind") not in KINDS:
         raise ValueError(f"expected an object whose kind is one of {', '.join(KINDS)}")
@@ -140,11 +135,12 @@ def _undamaged(file: BinaryIO, run: Run, process_rank: int) -> Iterator[Record]:
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("it is cut off")
-            record = record_of(line)
+            record = _record_of(line)
             # No one can take apart the steps of two processes that append to one file.
             if (other := record.get("process_rank", process_rank)) != process_rank:
-                both = f"it is of process {other}, the first of process {process_rank}"
-                raise ValueError(f"{both}: give each process its own file")
+                raise ValueError(
+                    f"it is of process {other}, the first of process {process_rank}: give each its own file"
+                )
         except ValueError as error:
             run.damage = f"line {number} ends the reading: {error}"
             return

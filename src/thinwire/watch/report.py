@@ -51,7 +51,7 @@ def report_page(runs: Sequence[Run]) -> str:
         f"<title>Thinwire: {escape(', '.join(run.name for run in runs))}</title><style>{STYLE}</style>",
         f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'}</h1>",
         *(f"<p>{escape(note)}.</p>" for note in notes),
-        _table([_summary(run, names) for run in runs]),
+        _table([summary(run, names) for run in runs]),
         _curves(runs, names),
         "<h2>Plans</h2><p>With the errors that were last read.</p>",
         *plans,
@@ -67,41 +67,38 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
     return f"<section><table>{filled}\n</table></section>"
 
 
-def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
-    steps, sent, inside, uncompressed = (
-        sum(record[name] for record in run.steps)
-        for name in ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
-    )
+def summary(run: Run, names: Sequence[str]) -> dict[str, str]:
+    """Return what there is to tell of a run in a line, by heading; `names` are of what was logged."""
+    summed = ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
+    total = {name: sum(record[name] for record in run.steps) for name in summed}
     # A record may stand for several steps.
-    exposed, waiting, arithmetic = (
-        1e3 * median(record[name] / record["steps"] for record in run.steps)
-        for name in ("exposed_seconds", "waiting_seconds", "arithmetic_seconds")
+    times = (
+        1e3 * median(record[f"{name}_seconds"] / record["steps"] for record in run.steps)
+        for name in ("exposed", "waiting", "arithmetic")
     )
     # With `host_check=False` the host does not learn of them; a sum of some would pass for all.
-    known = [count for record in run.steps if (count := record["nonfinite_steps"]) is not None]
+    nonfinite = [record["nonfinite_steps"] for record in run.steps]
     # The mean of the last twentieth.
     values = {name: [point.value for point in run.points(name)] for name in names}
     last = {name: f"{fmean(line[-max(1, len(line) // 20) :]):.4g}" for name, line in values.items() if line}
-    machines = f" on {run.machines} machines" if run.machines < run.processes else ""
-    kept_inside = f", inside {inside / steps / 1e6:.3g}" if inside else ""
+    sent, inside = (total[name] / total["steps"] / 1e6 for name in ("message_bytes", "inside_bytes"))
     return {
         "run": run.name,
         "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
-        "processes": f"{run.processes}{machines}",
+        "processes": f"{run.processes}" + f" on {run.machines} machines" * (run.machines < run.processes),
         "steps": f"{run.steps[-1]['step']}",
-        "not finite": f"{sum(known)}" if len(known) == len(run.steps) else "not known",
+        "not finite": "not known" if None in nonfinite else f"{sum(nonfinite)}",
         **{name.replace("_", " "): last.get(name, "") for name in names},
         "ms per step": f"{1e3 * median(record['step_seconds'] for record in run.steps):.1f}",
-        "ms exposed / waiting / arithmetic": f"{exposed:.1f} / {waiting:.1f} / {arithmetic:.1f}",
-        "MB per step": f"{sent / steps / 1e6:.3g}{kept_inside}",
-        "compression ratio": f"{compression_ratio(uncompressed, sent):.1f}",
+        "ms exposed / waiting / arithmetic": " / ".join(f"{time:.1f}" for time in times),
+        "MB per step": f"{sent:.3g}" + f", inside {inside:.3g}" * (inside > 0),
+        "compression ratio": f"{compression_ratio(total['gradient_bytes'], total['message_bytes']):.1f}",
     }
 
 
 def _routes(run: Run, plan: Record) -> list[dict[str, str]]:
     """Return a plan's lines, and as the last one their sum, as where a plan is printed."""
-    read = run.norms[-1]["relative_error"].items() if run.norms else ()
-    errors = {label: f"{error:.3f}" for label, error in read if error is not None}
+    errors = run.norms[-1]["relative_error"] if run.norms else {}
     total: Record = {"label": "total", "detail": ""}
     for name in ("gradient_bytes", "message_bytes"):
         total[name] = sum(route[name] for route in plan["routes"])
@@ -111,7 +108,7 @@ def _routes(run: Run, plan: Record) -> list[dict[str, str]]:
             "travels as": route["detail"],
             "bytes before": f"{route['gradient_bytes']:,}",
             "bytes after": f"{route['message_bytes']:,}",
-            "relative error": errors.get(route["label"], ""),
+            "relative error": "" if (error := errors.get(route["label"])) is None else f"{error:.3f}",
         }
         for route in [*plan["routes"], total]
     ]

@@ -50,15 +50,11 @@ class GrowthAlarm:
         # A power of two has a single bit: the number of samples has doubled since the last look.
         if count < MIN_SAMPLES or count & (count - 1):
             return None
-        first, last = self._samples[count // 2 : -count // 4], self._samples[-count // 4 :]
-        growth = _ratio(self._samples[count // 4 : count // 2], first + last)
+        before, first, last = (fmean(self._samples[count * i // 4 : count * (i + 1) // 4]) for i in (1, 2, 3))
+        growth = (first + last) / 2 / before if before > 0 else 1.0
         grew_before, self._grew = self._grew, growth > MAX_GROWTH
-        is_alarm = self._grew and grew_before and _ratio(first, last) > STILL_GROWING and step >= MIN_STEPS
+        is_alarm = self._grew and grew_before and last > STILL_GROWING * first and step >= MIN_STEPS
         return growth if is_alarm else None
-
-
-def _ratio(earlier: list[float], later: list[float]) -> float:
-    return fmean(later) / fmean(earlier) if fmean(earlier) > 0 else 1.0
 
 
 class Watch:
@@ -72,11 +68,8 @@ class Watch:
         writer: A path, for lines of JSON that `thinwire report` reads; or any `Writer`.
         name: What the run is called in a report; None for the file's name.
         every_steps: Steps from one record to the next; a record sums up what they did.
-        norms_every_steps: Steps from one look at errors and their norms to the next. Warns, with logger
-            "thinwire", if the error memory goes on growing.
-
-    Cost: per step, about 0.1 ms; per look at the norms, one norm for each compressed parameter (a pass over
-    the error memory) and one host synchronisation.
+        norms_every_steps: Steps from one reading of residuals to the next, which costs a pass over them and a
+            host synchronisation. Warns, with logger "thinwire", if they go on growing.
 
     A full disk, or a different error of the writer, ends the watching with a warning, not the training.
     If the host does not learn which steps were not finite (see `thinwire.attach`'s `host_check`), the
@@ -112,12 +105,11 @@ class Watch:
     ) -> None:
         handle = handle_of(sync)
         if handle is None:
-            needed = "what attach() returned, or the sync of an adapter"
-            raise ConfigError(f"Watch needs {needed}, got {type(sync).__name__}")
+            got = type(sync).__name__
+            raise ConfigError(f"Watch needs what attach() returned, or the sync of an adapter, got {got}")
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)
-        # The engine has the plan and the errors; the handle counts steps as its user does: a LocalSGD counts
-        # the optimizer's, of which few average anything.
+        # The handle counts steps as its user does: a LocalSGD counts the optimizer's.
         self._engine, self._watched = engine_of(sync), handle
         if isinstance(writer, str | os.PathLike):
             # After the other checks: a watch that is refused leaves no file behind.
@@ -134,16 +126,9 @@ class Watch:
         self._last = self._watched.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
-        run = {
-            "format": FORMAT,
-            "name": name,
-            "thinwire": __version__,
-            "unix_seconds": time.time(),
-            "processes": transport.size,
-            "machines": self._engine.inter_node.size,
-            "process_rank": transport.rank,
-        }
-        self._write("run", run)
+        run = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
+        run |= {"processes": transport.size, "machines": self._engine.inter_node.size}
+        self._write("run", run | {"process_rank": transport.rank})
         # Last: had the first record failed, a watch that no one holds would go on.
         self._watched.observers.append(self._after_step)
 
@@ -188,26 +173,23 @@ class Watch:
         if step % self._every_steps == 0:
             # Before the step's record: who reads the file must know the plan by which the step was made.
             self._write_plan()
-            self._write_step()
+            now, counts = time.perf_counter(), self._watched.counts()
+            values = {
+                "seconds": now - self._start,
+                "step_seconds": (now - self._last_end) / self._steps,
+                "steps": self._steps,
+                "nonfinite_steps": self._nonfinite_steps if self._engine.settings.host_check else None,
+                **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
+                "compression_ratio": counts.compression_ratio,
+            }
+            self._write("step", values)
+            if isinstance(self._watched, Counting):
+                self.log(**self._watched.numbers())
+            self._last, self._last_end = counts, now
+            self._steps = self._nonfinite_steps = 0
         # A step that was dropped has left memory alone: its errors would be those of the step before.
         if step % self._norms_every_steps == 0 and committed:
             self._write_norms()
-
-    def _write_step(self) -> None:
-        now, counts = time.perf_counter(), self._watched.counts()
-        values = {
-            "seconds": now - self._start,
-            "step_seconds": (now - self._last_end) / self._steps,
-            "steps": self._steps,
-            "nonfinite_steps": self._nonfinite_steps if self._engine.settings.host_check else None,
-            **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
-            "compression_ratio": counts.compression_ratio,
-        }
-        self._write("step", values)
-        if isinstance(self._watched, Counting):
-            self.log(**self._watched.numbers())
-        self._last, self._last_end = counts, now
-        self._steps = self._nonfinite_steps = 0
 
     def _write_plan(self) -> None:
         algorithm, plan = self._engine.algorithm, self._engine.plan
@@ -233,13 +215,11 @@ class Watch:
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
         growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
         if growth is not None:
+            worst = max(stats.relative_error, key=stats.relative_error.__getitem__)
             logger.warning(
-                "step %d: the residual has grown %.1f-fold against what a step sends while the number of "
-                "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
-                "Compress less, or lower the learning rate",
-                self._watched.steps,
-                growth,
-                max(stats.relative_error, key=stats.relative_error.__getitem__),
+                f"step {self._watched.steps}: the residual has grown {growth:.1f}-fold against what a step "
+                "sends while the number of steps doubled, twice in succession: it goes on growing, most that "
+                f"of {worst}. Compress less, or lower the learning rate"
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:

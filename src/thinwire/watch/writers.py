@@ -11,20 +11,17 @@ from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
 from thinwire.sync.stats import Stats
-from thinwire.watch.records import RESERVED, check_first_line
+from thinwire.watch.records import check_first_line
 
 
 class Writer(Protocol):
     """A destination of records."""
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take a record.
+        """Take the record of a step: numbers, strings, and mappings and lists of them.
 
-        Args:
-            kind: "run" at the start; "plan" when it changes; "step"; "norms" now and then, after the step's;
-                "log" of what the user adds.
-            step: After which step.
-            values: Numbers, strings, and mappings and lists of them.
+        `kind` is "run" at the start; "plan" when it changes; "step"; "norms" now and then, after the step's;
+        "log" of what the user adds.
         """
 
     def close(self) -> None:
@@ -36,9 +33,6 @@ class JSONLWriter:
 
     Each line is handed to the operating system at once; numbers that are not finite become null. A file that
     is there already is continued, as when training resumes; a last line that was cut off is removed.
-
-    Args:
-        path: The file.
 
     Raises:
         ConfigError: The file is there, and is not a `Watch`'s; or its folder is not there.
@@ -72,23 +66,18 @@ class MetricsWriter:
     Lightning: `MetricsWriter(trainer.logger.log_metrics)`. Accelerate: `MetricsWriter(accelerator.log)`.
     Weights & Biases: `MetricsWriter(wandb.log)`.
 
-    Args:
-        log: Is called with the numbers and the step.
-
-    Raises:
-        ConfigError: `log` can't be called.
+    `log` is called with the numbers and the step; ConfigError if it can't be.
     """
 
     def __init__(self, log: Callable[[Any, int], object]) -> None:
         if not callable(log):
-            such = "trainer.logger.log_metrics or accelerator.log"
-            raise ConfigError(f"log must be a function such as {such}, got {log!r}")
+            raise ConfigError(f"log must be a function such as trainer.logger.log_metrics, got {log!r}")
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind == "log":
             # `seconds` is for the file: loggers have their own clocks.
-            self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
+            self._log({name: float(value) for name, value in values.items() if name != "seconds"}, step)
         elif kind in ("step", "norms"):
             self._log(dict(_named("thinwire", values)), step)
 
@@ -99,11 +88,7 @@ class MetricsWriter:
 class TensorBoardWriter(MetricsWriter):
     """Writes the numbers of `MetricsWriter` for TensorBoard; in a clone, `pip install '.[tensorboard]'`.
 
-    Args:
-        log_dir: As for `torch.utils.tensorboard.SummaryWriter`.
-
-    Raises:
-        MissingExtraError: The package tensorboard is not installed.
+    `log_dir` is as for `torch.utils.tensorboard.SummaryWriter`. MissingExtraError if that is not installed.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -114,11 +99,12 @@ class TensorBoardWriter(MetricsWriter):
                 "TensorBoardWriter needs tensorboard: pip install '.[tensorboard]' in a clone of Thinwire"
             ) from error
         self._summary: Any = SummaryWriter(os.fspath(log_dir))
-        super().__init__(self._add_scalars)
 
-    def _add_scalars(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._summary.add_scalar(name, value, step)
+        def log(metrics: Mapping[str, float], step: int) -> None:
+            for name, value in metrics.items():
+                self._summary.add_scalar(name, value, step)
+
+        super().__init__(log)
 
     def close(self) -> None:
         self._summary.close()

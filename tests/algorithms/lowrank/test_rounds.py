@@ -114,11 +114,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["Numba", "products"])
 @pytest.mark.parametrize("power_iterations", [1, 2])
-@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=str)
-def test_the_batched_variant_pads_gradients_and_keeps_its_residual_padded(
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
+def test_the_batched_variant_pads_in_buffers_that_stay(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copies: int, power_iterations: int, compiled: bool
 ) -> None:
-    """And makes no copy more, but in fp32 of gradients in 16 bits."""
+    """A steady step allocates nothing large, but a copy in fp32 of gradients in 16 bits."""
     if not compiled:
         monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     layout = [(spec("weight", 700, 900, dtype=dtype), spec("bias", 77, dtype=dtype))]

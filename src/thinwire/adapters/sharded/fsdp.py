@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.adapters.common import allow_steps_inside, refuse_averaged_twice, refuse_steps_inside
+from thinwire import torch_private
+from thinwire.adapters.common import (
+    allow_steps_inside,
+    refuse_averaged_twice,
+    refuse_steps_inside,
+    tell_start,
+)
 from thinwire.adapters.ddp_model import plain_name
 from thinwire.adapters.sharded.model import (
     Piece,
@@ -24,14 +30,12 @@ from thinwire.adapters.sharded.model import (
     sharded_like,
 )
 from thinwire.adapters.sharded.sync import ShardedSync
-from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
 from thinwire.comm import (
     InProcessTransport,
     ProcessGroupTransport,
     Transport,
-    Work,
     agree,
     copy_from,
     gather_bytes,
@@ -44,13 +48,6 @@ from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
 from thinwire.tensors.accelerators import to_device_async
-from thinwire.torch_private import (
-    at_end_of_backward,
-    backward_pass,
-    not_compiled,
-    post_accumulate_hooks,
-    running_node,
-)
 
 
 def attach_sharded(
@@ -78,14 +75,14 @@ def attach_sharded(
     # A replica that is one shard has no one to ask, and no group for it.
     shards: Transport = InProcessTransport.group(1)[0]
     if not sharded.is_replicated:
-        shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
+        shard_group = torch_private.fsdp_mesh_info(sharded.groups[0]).shard_process_group
+        shards = ProcessGroupTransport(shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
     settings = replace(settings, health_group=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
-    tensors = {
-        plain_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = {plain_name(name): tensor for name, tensor in named}
     described = {**_described(shards, tensors, pieces), "algorithm": repr(algorithm)}
     alike_on_all_shards(
         shards,
@@ -106,7 +103,7 @@ def attach_sharded(
 
 
 def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:
-    """Return descriptions that must be the same on all replicas, by subject."""
+    """Describe by subject, for all replicas to compare."""
     described = {"shard": f"{shards.rank} of {shards.size}"}
     piece_of = {piece.name: piece for piece in pieces}
     # The parameters of one fully_shard are a bucket: replicas with unlike ones would send unlike messages.
@@ -129,14 +126,14 @@ def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
 
 def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
     """Refuse a model whose gradients an adapter averages already."""
-    # It leaves no trace on the module; its hooks are bound methods of it.
     if any(attached_to(piece.parameter) for piece in pieces):
         raise AttachError(f"the model is attached already; {what_to_do}")
 
 
 def attached_to(parameter: torch.Tensor) -> bool:
     """Return whether an adapter averages a parameter's gradients."""
-    hooks = post_accumulate_hooks(parameter)
+    # It leaves no trace on the module; its hooks are bound methods of it.
+    hooks = torch_private.post_accumulate_hooks(parameter)
     return any(isinstance(getattr(hook, "__self__", None), FSDPAdapter) for hook in hooks)
 
 
@@ -157,7 +154,7 @@ class _Bucket:
     num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
 
     def gradients(self) -> torch.Tensor:
-        """Return copies of the gradients, one after the other, zeros for those that this replica lacks."""
+        """Copy the gradients, one after the other; zeros for those that this replica lacks."""
         numel = sum(spec.numel for spec in self.specs)
         flat = torch.zeros(numel, dtype=self.specs[0].dtype, device=self.device)
         parts = Bucket(self.specs, flat).gradients
@@ -195,18 +192,16 @@ class FSDPAdapter:
         self.forget_pass()
 
     def register(self, model: torch.nn.Module) -> None:
-        """Hook into a model's passes."""
         self._handles = [
             piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
             for piece in self._pieces
         ]
         # After FSDP2's own, which is the first: it may have taken new parameters just now.
-        check = not_compiled(lambda root, _: self.check_before_forward(root))
+        check = torch_private.not_compiled(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
         refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
 
     def detach(self) -> None:
-        """Undo `register`, and let `replicate` average again."""
         allow_steps_inside(self)
         for handle in self._handles:
             handle.remove()
@@ -216,9 +211,9 @@ class FSDPAdapter:
         """Refuse what would go unnoticed: gradients that no one averages."""
         sharded = self._sharded
         # In a backward pass: an activation checkpoint computes the whole model again.
-        if backward_pass() != -1:
+        if torch_private.backward_pass() != -1:
             # A reentrant one makes a pass inside of the pass, and no gradient tells of the outer one's end.
-            inside = type(running_node()).__name__
+            inside = type(torch_private.running_node()).__name__
             if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
                 raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
@@ -244,7 +239,6 @@ class FSDPAdapter:
                 )
 
     def forget_pass(self) -> None:
-        """Forget a backward pass: it has ended, or an exception has ended it."""
         self._queued_in = -1
         self._is_due = False
         self._step: Step | None = None
@@ -265,10 +259,10 @@ class FSDPAdapter:
             return
         # Until they are averaged: what an exception leaves shows at the next forward pass.
         self._is_due = True
-        current = backward_pass()
+        current = torch_private.backward_pass()
         if current != self._queued_in:
             self._queued_in = current
-            at_end_of_backward(self.average)
+            torch_private.at_end_of_backward(self.average)
         bucket = self._bucket_of[id(parameter)]
         if bucket.flat is not None:
             self._abandon()
@@ -296,7 +290,7 @@ class FSDPAdapter:
             bucket = self._buckets[self._num_started]
             if bucket.num_arrived < len(bucket.pieces):
                 return
-            with self.engine.clock.inside(self.engine.traffic), self._beside_the_pass():
+            with self._beside_the_pass():
                 try:
                     self._start(bucket)
                 except BaseException:
@@ -319,11 +313,11 @@ class FSDPAdapter:
     def average(self) -> None:
         """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
         # A pass inside of a pass: the outer one has gradients to come.
-        if running_node() is not None:
+        if torch_private.running_node() is not None:
             return
         engine = self.engine
         try:
-            with engine.clock.inside(engine.traffic), self._beside_the_pass():
+            with self._beside_the_pass():
                 self._open_all()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
@@ -337,7 +331,11 @@ class FSDPAdapter:
                 # After all buckets: how many were started before differs between replicas.
                 asked = engine.metered.all_reduce(flags, purpose, operation="max")
                 # Only a replica that lacks a gradient must know whether a different replica has it.
-                unused = set[str]() if all(used) else self._unused(asked, flags)
+                unused = set[str]()
+                if not all(used):
+                    asked.wait()
+                    by_piece = zip(self._pieces, flags.tolist(), strict=True)
+                    unused = {piece.name for piece, is_used in by_piece if not is_used}
                 before = residuals_of(engine.state.memory, unused)
                 step = cast(Step, self._step)
                 # Wait before the commit, since the last message that can fail comes before memory is written;
@@ -374,13 +372,10 @@ class FSDPAdapter:
         # Over the shards too: the state of the whole model lists buckets in this order. What they bring to
         # the second turn is alike on all replicas by then, and so is what they take from it.
         for members in (self.engine.transport, self.shards):
-            data = json.dumps(early).encode()
-            everyone = [
-                json.loads(message)
-                for message in gather_bytes(data, members, "the order in which gradients come")
-            ]
+            messages = gather_bytes(json.dumps(early).encode(), members, "the order in which gradients come")
+            first, *others = map(json.loads, messages)
             # Only those that came complete on all: for others some would wait in mid-pass.
-            early = [number for number in everyone[0] if all(number in other for other in everyone)]
+            early = [number for number in first if all(number in other for other in others)]
         late = [number for number in range(len(self._buckets)) if number not in early]
         self._num_early = len(early)
         self._buckets = [self._buckets[number] for number in [*early, *late]]
@@ -388,9 +383,9 @@ class FSDPAdapter:
 
     @contextmanager
     def _beside_the_pass(self) -> Iterator[None]:
-        """Compute without autograd, and on a GPU on a separate stream."""
         # In a hook the current stream is FSDP2's own; it has waited for the one that the user's work is on.
-        with torch.no_grad(), self._comm_stream.wait_for_current(self._buckets[0].device):
+        clock = self.engine.clock.inside(self.engine.traffic)
+        with clock, torch.no_grad(), self._comm_stream.wait_for_current(self._buckets[0].device):
             yield
 
     @property
@@ -412,28 +407,21 @@ class FSDPAdapter:
         for bucket in self._buckets:
             bucket.opened = engine.open(bucket.specs, bucket.device, is_agreed=True)
 
-    def _unused(self, asked: Work, flags: torch.Tensor) -> set[str]:
-        """Return the parameters that no replica has used since the last step; nothing is averaged of them."""
-        asked.wait()
-        by_piece = zip(self._pieces, flags.tolist(), strict=True)
-        return {piece.name for piece, is_used in by_piece if not is_used}
-
     def _hand_back(self, unused: Collection[str]) -> None:
         for bucket in self._buckets:
-            flat = cast(torch.Tensor, bucket.flat)
             # The copies are freed bucket by bucket.
-            bucket.flat = None
+            flat, bucket.flat = cast(torch.Tensor, bucket.flat), None
             means = Bucket(bucket.specs, flat).gradients
-            for piece, spec, mean in zip(bucket.pieces, bucket.specs, means, strict=True):
-                parameter, mean_here = piece.parameter, mean.view(spec.shape)
+            for piece, spec, flat_mean in zip(bucket.pieces, bucket.specs, means, strict=True):
+                parameter, mean = piece.parameter, flat_mean.view(spec.shape)
                 if piece.name in unused:
                     continue
                 if parameter.grad is None:
                     # A clone: a view would keep the bucket's memory as long as the gradient lives.
-                    parameter.grad = sharded_like(parameter, mean_here.clone())
+                    parameter.grad = sharded_like(parameter, mean.clone())
                 else:
                     # In place: it may be a part of what FSDP2 has reduced as one.
-                    local_of(parameter.grad).copy_(mean_here)
+                    local_of(parameter.grad).copy_(mean)
 
 
 def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:

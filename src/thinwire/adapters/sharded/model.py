@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +31,9 @@ def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Te
     """Return a tensor of which this process holds `local`, sharded as a parameter is."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        # The check is collective over the shards, and others may have no need to call this.
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    # Without the check, which is collective over the shards: others may have no need to call this.
+    like, layout = {"shape": parameter.shape, "stride": parameter.stride()}, parameter.placements
+    return DTensor.from_local(local, parameter.device_mesh, layout, run_check=False, **like)
 
 
 class Piece(NamedTuple):
@@ -76,7 +71,7 @@ class ShardedModel:
             dims = [(info.shard_mesh_dim, info.replicate_mesh_dim) for info in infos]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
             _ = self.waits_for_more, list(self.parameters)
-            _ = [self.has_calls_to_come(number) for number in range(len(self.groups))]
+            _ = list(map(torch_private.fsdp_has_calls_to_come, self.groups))
         except AttributeError as error:
             raise AttachError(
                 f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use a torch from "
@@ -124,12 +119,6 @@ class ShardedModel:
         group: dist.ProcessGroup = fsdp_mesh_info(self.groups[0]).replicate_process_group
         return group
 
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """Over which every parameter is sharded."""
-        group: dist.ProcessGroup = fsdp_mesh_info(self.groups[0]).shard_process_group
-        return group
-
     def mesh(self) -> DeviceMesh:
         """Return the mesh over which every parameter is sharded, or replicated, or both."""
         meshes: list[DeviceMesh] = [fsdp_mesh_info(group).mesh for group in self.groups]
@@ -157,11 +146,10 @@ class ShardedModel:
 
     def stop_averaging(self) -> None:
         """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
-        group = alone()
         infos = {id(info): info for info in map(fsdp_mesh_info, self.groups)}
+        self._averaging = [(info, info.replicate_process_group) for info in infos.values()]
         for info in infos.values():
-            self._averaging.append((info, info.replicate_process_group))
-            info.replicate_process_group = group
+            info.replicate_process_group = alone()
 
     def go_on_averaging(self) -> None:
         """Undo `stop_averaging`."""
@@ -181,16 +169,12 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     """Reshard a model; return what this process has of each parameter: frozen ones too, tied ones once."""
     reshard(model)
     # Gradients that FSDP2 reduces together become ready together.
-    groups = enumerate(sharded.groups)
-    bucket_of = {
-        id(parameter): bucket
-        for bucket, group in groups
-        for _, parameter in torch_private.fsdp_parameters(group)
-    }
+    shards = [map(itemgetter(1), torch_private.fsdp_parameters(group)) for group in sharded.groups]
+    bucket_of = {id(parameter): bucket for bucket, held in enumerate(shards) for parameter in held}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_of(tensor).is_meta:
-            where = f"{plain_name(name)} is on the meta device"
-            raise AttachError(f"{where} and has no values yet; initialise or load the model, then attach")
+            words = "is on the meta device and has no values yet; initialise or load the model, then attach"
+            raise AttachError(f"{plain_name(name)} {words}")
     return [
         _piece_of(plain_name(name), parameter, bucket_of.get(id(parameter)), 1 + sharded.is_native)
         for name, parameter in model.named_parameters()

@@ -18,9 +18,8 @@ from thinwire.comm import Transport
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.local_state import of_shard
-from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, pack
-from thinwire.sync.state_messages import assemble, parts_of_all
+from thinwire.sync.algorithm_state import assemble, parts_of_all
+from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, of_shard, pack
 
 
 class ShardedSync(GradientSync):
@@ -54,19 +53,19 @@ class ShardedSync(GradientSync):
         steps = {"steps": str(self.steps)}
         return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, self._engine.save)
 
-    def whole(self, own: SavedState) -> SavedState:
+    def whole(self, saved: SavedState) -> SavedState:
         """Return the state of the whole model. Collective over the shards."""
         size = self.shards.size
         if size == 1:
-            return own
+            return saved
         slots = assemble(
-            own.slots,
-            parts_of_all(own.slots, self.shards),
+            saved.slots,
+            parts_of_all(saved.slots, self.shards),
             self.specs(),
             lambda part, whole: self.pieces[part.label].cut(part.rank, size)(whole),
             lambda part: of_shard(part.label, part.rank, size),
         )
-        return own._replace(shapes={name: piece.shape for name, piece in self.pieces.items()}, slots=slots)
+        return saved._replace(shapes={name: piece.shape for name, piece in self.pieces.items()}, slots=slots)
 
     def specs(self) -> dict[str, ParameterSpec]:
         """Return the whole parameters."""
@@ -126,20 +125,20 @@ class _InShards:
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective over all shards and replicas."""
-        sync, own = self._sync, self._sync.save_shard()
-        rest = {slot: {} if slot.is_elementwise else tensors for slot, tensors in own.slots.items()}
-        elementwise = [slot for slot in own.slots if slot.is_elementwise]
+        sync, saved = self._sync, self._sync.save_shard()
+        rest = {slot: {} if slot.is_elementwise else tensors for slot, tensors in saved.slots.items()}
+        elementwise = [slot for slot in saved.slots if slot.is_elementwise]
         specs = {spec.name: spec for spec in self._engine.specs}
         # Zeros if nothing is remembered: the checkpoint fills in only what a fresh run has as well.
         tensors = {}
         for slot in elementwise:
             for name, piece in sync.pieces.items():
                 zeros = torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype)
-                local = own.slots[slot].get(name, zeros)
+                local = saved.slots[slot].get(name, zeros)
                 tensors[f"{slot.name} of {name}"] = sharded_like(piece.parameter, local)
         return {
-            "rest": pack(sync.whole(own._replace(slots=rest))),
-            "kept": tuple((slot.name, tuple(sorted(own.slots[slot]))) for slot in elementwise),
+            "rest": pack(sync.whole(saved._replace(slots=rest))),
+            "kept": tuple((slot.name, tuple(sorted(saved.slots[slot]))) for slot in elementwise),
             "tensors": tensors,
         }
 

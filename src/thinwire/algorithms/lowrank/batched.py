@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import is_
 
 import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.factors import BucketMatrices, FactorMessages
 from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.powersgd_plan import PowerSGDPlan
 from thinwire.algorithms.lowrank.slots import square
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
-from thinwire.kernels.dispatch import kernels_for
-from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, round_all_into
+from thinwire.algorithms.requests import Requests
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.layout import concat_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class BatchedPowerSGD(LowRank):
     and in the first step after a state was loaded, unless its buckets are those of the state.
 
     Cost per step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
-    and copies of both until the step's end; one host synchronisation, for the finite check (none without
+    and a copy of the gradients, which stays; one host synchronisation, for the finite check (none without
     `host_check`).
 
     Raises:
@@ -63,69 +62,78 @@ class BatchedPowerSGD(LowRank):
 
 @dataclass(frozen=True)
 class BatchedPlan(LowRankPlan):
-    """A bucket as two factors: M, its gradients padded with zeros to a square, becomes P Qᵀ."""
+    """A bucket as one parameter of PowerSGD's: a matrix of its gradients, with zeros behind them."""
 
-    def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Average P = M Q and, with its columns orthonormal, Q = Mᵀ P: two rounds for each iteration."""
+    @cached_property
+    def matrix(self) -> PowerSGDPlan:
+        """How the matrix travels."""
         (route,) = self.compressed
         assert route.matrix_shape is not None
-        assert route.matrix_rank is not None
-        label, scale = route.label, bucket.loss_scale
-        matrix = _square(bucket.flat.to(bucket.specs[0].memory_dtype), route.matrix_shape)
-        error = _residual(bucket, memory, route.matrix_shape)
-        group = MatrixGroup([label], [matrix], [error], route.matrix_rank)
-        kernels, device = kernels_for(matrix, route.matrix_rank), matrix.device
-        M = BucketMatrices([group], kernels, device)
-        messages = FactorMessages(self.message_dtype, self.rooms)
-        (right,) = starts = self.bases.of(memory, M, left=False)
-        for iteration in range(self.config.power_iterations):
-            left = kernels.products([MatmulBatch(group, right, scale, iteration == 0)])
-            _, (mean,) = yield from messages.average(left, as_sent=False)
-            (left_basis,) = yield Jointly(kernels.orthonormal_rows, [Rows(mean)], device)
-            own = kernels.projections([MatmulBatch(group, left_basis, scale, add_error=False)])
-            (own_right,), (mean,) = yield from messages.average(own, as_sent=True)
-            if iteration + 1 < self.config.power_iterations:
-                (right,) = yield Jointly(kernels.orthonormal_rows, [Rows(mean)], device)
-        if self.config.error_feedback and error is None:
-            error = torch.zeros_like(matrix)  # only now: before the first step there is nothing to add
-        factors = [Factors((left_basis, own_right), (left_basis, mean))]
-        kept = yield from self.to_remember(memory, M, [factors], scale)
-        is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=True)
-        errors = None if error is None else [error]
-        items = [Reconstruction(group, errors, factors, scale, is_healthy)]
-        yield Jointly(kernels.reconstruct, items, device)
-        yield from self.remember(memory, kept, M, starts, is_healthy)
-        numel = bucket.flat.numel()
-        mean_gradients = matrix.view(-1)[:numel]
-        residual = None if error is None else error.view(-1)[:numel]
-        if bucket.flat.dtype == matrix.dtype:
-            bucket.flat.copy_(mean_gradients)
-        else:
-            round_all_into([(bucket.flat, mean_gradients, residual)], scale, is_healthy)
-        if residual is not None:
-            names = (spec.name for spec in bucket.specs)
-            memory[ERROR].update(zip(names, bucket.split(residual), strict=True))
+        spec = ParameterSpec(route.label, route.matrix_shape, (route.matrix_shape[1], 1), self.specs[0].dtype)
+        return PowerSGDPlan((spec,), (replace(route, names=(route.label,)),), self.config)
+
+    @cached_property
+    def padded(self) -> Padded:
+        """The buffers of all steps."""
+        return Padded(self.names, self.sizes, self.matrix.sizes[0], self.memory_dtype)
+
+    def compress(self, bucket: Bucket, memory: Memory) -> Requests:
+        """Average the padded bucket as `PowerSGDPlan` does.
+
+        1. M ← gradients, and zeros behind them; the residual is padded alike.
+        2. M ← mean of its approximations, by the steps of `PowerSGDPlan.compress`.
+        3. Behind its commit: gradients ← M, and memory has the residual by parameter.
+        """
+        (label,) = self.matrix.names
+        M = self.padded.gradients(bucket.flat)  # 1
+        residual = self.padded.residual(memory[ERROR])
+        slots = {slot: memory[slot] for slot in self.config.slots}
+        slots[ERROR] = {} if residual is None else {label: residual}
+        whole = Bucket(self.matrix.specs, M, bucket.loss_scale, bucket.rank)
+        yield from self.matrix.compress(whole, Memory(memory.step, slots))  # 2
+        bucket.flat.copy_(M[: len(bucket.flat)])  # 3
+        if self.config.error_feedback:
+            self.padded.keep(slots[ERROR][label], memory[ERROR])
 
 
-def _square(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return a copy as a matrix of a shape, padded with zeros."""
-    matrix = flat.new_empty(shape)  # torch's `pad` would fill all of it first
-    matrix.view(-1)[: flat.numel()].copy_(flat)
-    matrix.view(-1)[flat.numel() :].zero_()
-    return matrix
+class Padded:
+    """A bucket's gradients and its residual, each flat with zeros behind it, in memory that stays.
 
+    New memory in each step would cost as much as the arithmetic: the first write to it is slow.
+    """
 
-def _residual(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Return the residual of a bucket as a matrix of a shape; None if there is none."""
-    names = [spec.name for spec in bucket.specs]
-    if not any(name in memory[ERROR] for name in names):
-        return None
-    nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
-    errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
-    flat = concat_view(errors)
-    if flat.untyped_storage().nbytes() == shape[0] * shape[1] * flat.element_size():
-        # It lies in the square that the step before has left. Behind it is what that has not sent of zeros.
-        matrix = flat.as_strided(shape, (shape[1], 1))
-        matrix.view(-1)[flat.numel() :].zero_()
-        return matrix
-    return _square(flat, shape)
+    def __init__(self, names: Sequence[str], sizes: list[int], length: int, dtype: torch.dtype) -> None:
+        self._names, self._sizes, self._length, self._dtype = names, sizes, length, dtype
+        self._gradients: torch.Tensor | None = None
+        self._residual: torch.Tensor | None = None
+        self._parts: Sequence[torch.Tensor] = ()  # of the residual, as memory has them
+
+    def gradients(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a bucket's gradients."""
+        if self._gradients is None or self._gradients.device != flat.device:
+            self._gradients = flat.new_empty(self._length)
+        self._gradients[: len(flat)].copy_(flat)
+        self._gradients[len(flat) :].zero_()
+        return self._gradients
+
+    def residual(self, errors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the residuals of all parameters as one; None if there are none."""
+        parts = [errors.get(name) for name in self._names]
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        numel = sum(self._sizes)
+        if self._residual is None or not all(map(is_, parts, self._parts)):
+            # A state was loaded, say, or other buckets have left them.
+            self._residual = known[0].new_zeros(self._length, dtype=self._dtype)
+            for part, to in zip(parts, self._residual[:numel].split_with_sizes(self._sizes), strict=True):
+                if part is not None:
+                    to.copy_(part)
+        self._residual[numel:].zero_()  # there it has what a step has not sent of zeros
+        return self._residual
+
+    def keep(self, residual: torch.Tensor, errors: dict[str, torch.Tensor]) -> None:
+        """Let memory have the residual, by parameter."""
+        self._residual = residual
+        self._parts = residual[: sum(self._sizes)].split_with_sizes(self._sizes)
+        errors.update(zip(self._names, self._parts, strict=True))

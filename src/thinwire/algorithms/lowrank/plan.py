@@ -1,4 +1,4 @@
-"""The plan that low-rank algorithms share: when they compress, what they keep, what they say of it."""
+"""The plan that low-rank algorithms share: when they compress, what of a state fits, what they say of it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,20 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import torch
 
-from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
+from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import average_uncompressed, wire_dtype_of
+from thinwire.algorithms.lowrank.bases import resized
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.factors import (
-    BucketMatrices,
-    Rooms,
-    Round,
-    SlotBatches,
-    StartingBases,
-    resized,
-)
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
-from thinwire.algorithms.requests import Jointly, Requests
+from thinwire.algorithms.requests import Requests
 from thinwire.kernels.dispatch import name_of_kernels_for
-from thinwire.kernels.matrices import Terms, Write
 from thinwire.tensors import accelerators
 
 MAX_NAMES = 4
-
-Kept: TypeAlias = dict[Slot, Sequence[torch.Tensor]]
-"""A batch for each group of matrices, by slot."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +39,6 @@ class LowRankPlan(BucketPlan):
         """The type of residuals and factors."""
         return self.specs[0].memory_dtype
 
-    @cached_property
-    def message_dtype(self) -> torch.dtype:
-        """The type in which messages travel."""
-        return self.config.message_dtype(self.specs[0].dtype)
-
-    @cached_property
-    def batches(self) -> SlotBatches:
-        """The tensors that memory has for groups of matrices."""
-        return SlotBatches()
-
-    @cached_property
-    def rooms(self) -> Rooms:
-        """Memory for what steps compute."""
-        return Rooms()
-
-    @cached_property
-    def bases(self) -> StartingBases:
-        """Makes the bases that steps start from."""
-        return StartingBases(self.config.seed, self.batches, self.rooms, warm_start=self.config.warm_start)
-
     def kernels(self, device: torch.device) -> set[str]:
         """Bases, and products with them, differ in the last bits."""
         dtypes = {spec.name: spec.memory_dtype for spec in self.specs}
@@ -89,14 +57,8 @@ class LowRankPlan(BucketPlan):
         if self.compressed and memory.step >= self.config.warmup_steps and not must_send:
             yield from self.compress(bucket, memory)
             return
-        wire_dtype = self.config.wire_dtype
-        yield from average_uncompressed(
-            self.names,
-            bucket,
-            memory,
-            None if wire_dtype is None else wire_dtype_of(wire_dtype),
-            always_checks=True,
-        )
+        wire_dtype = None if self.config.wire_dtype is None else wire_dtype_of(self.config.wire_dtype)
+        yield from average_uncompressed(self.names, bucket, memory, wire_dtype, always_checks=True)
         # All was sent: what a step before has sent of it no longer says how much was not.
         for label in self.labels:
             memory[SENT].pop(label, None)
@@ -104,73 +66,6 @@ class LowRankPlan(BucketPlan):
     @abstractmethod
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
         """Turn the bucket into the mean of its approximations; a generator, as `run` is one."""
-
-    def to_remember(
-        self,
-        memory: Memory,
-        M: BucketMatrices,
-        terms: Sequence[Terms],
-        loss_scale: torch.Tensor | None,
-    ) -> Round[Kept]:
-        """Return what a bucket keeps behind the commit, in units of the unscaled loss."""
-        # Factors of the last iteration: the next step starts where this one has ended. What was sent of all:
-        # what a process has not sent is measured against all that it has.
-        factors, sent = list[torch.Tensor](), list[torch.Tensor]()
-        for first, *later in terms:
-            last = later[-1] if later else first
-            factors.append(last.mean[last.projection])
-            parts = first.sent[first.projection].flatten(1)
-            if later:
-                parts = torch.cat([parts, *(term.sent[term.projection].flatten(1) for term in later)], dim=1)
-            sent.append(parts)
-        if loss_scale is not None:
-            divided = yield Jointly(
-                all_divided, [(tensor, loss_scale) for tensor in [*factors, *sent]], id(loss_scale)
-            )
-            factors, sent = divided[: len(factors)], divided[len(factors) :]
-        kept: Kept = {}
-        if self.config.warm_start:
-            kept[FACTOR] = factors
-            bases = yield from self.bases.ahead(memory, M, factors)
-            if bases is not None:
-                kept[BASIS] = bases
-        if self.config.error_feedback:
-            kept[SENT] = sent
-        return kept
-
-    def remember(
-        self,
-        memory: Memory,
-        kept: Kept,
-        M: BucketMatrices,
-        started_from: Sequence[torch.Tensor],
-        is_healthy: torch.Tensor | None,
-        gradients: Sequence[torch.Tensor] = (),
-        means: Sequence[torch.Tensor] = (),
-    ) -> Round[None]:
-        """Write behind the commit: to memory what is kept, and the means of uncompressed gradients.
-
-        In a step that is not healthy memory stays, and keeps the bases that the step has started from.
-        """
-        targets, healthy = list(gradients), list(means)
-        for slot, batches in kept.items():
-            tensors = memory[slot]
-            for group, new, start in zip(M.groups, batches, started_from, strict=True):
-                batch = self.batches.find(memory, slot, group.labels, new.shape)
-                if batch is None:
-                    before: Sequence[torch.Tensor | None] = ()
-                    if is_healthy is not None:  # else this would have been closed, were the step not healthy
-                        before = start.unbind() if slot is BASIS else list(map(tensors.get, group.labels))
-                    batch = self.batches.place(memory, slot, group.labels, new, before)
-                targets.append(batch)
-                healthy.append(new)
-        if not accelerators.is_accelerator(M.device):
-            torch._foreach_copy_(targets, healthy)
-            return
-        stays = [False] * len(gradients) + [True] * (len(targets) - len(gradients))
-        # For all buckets: one launch writes what all of them leave.
-        writes = [Write(*write, is_healthy) for write in zip(targets, healthy, stays, strict=True)]
-        yield Jointly(M.kernels.write, writes, M.device)
 
     def on_state_loaded(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
@@ -182,9 +77,8 @@ class LowRankPlan(BucketPlan):
             if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:
                 continue
             # Rows are added as zeros: dead rows, which the next step draws again.
-            memory[FACTOR][route.label] = resized(
-                factor, factor.new_empty(route.matrix_rank, factor.shape[1])
-            )
+            like = factor.new_empty(route.matrix_rank, factor.shape[1])
+            memory[FACTOR][route.label] = resized(factor, like)
             refitted.append((route.label, len(factor), route.matrix_rank))
         if not refitted:
             return ""
@@ -222,12 +116,6 @@ def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     # One operation: on an accelerator each by itself would be a launch, or several.
     norms = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
     # In double where there is such: the square of a large fp32 norm is beyond fp32.
-    parts = norms.to(accelerators.widest_dtype(norms.device)).split_with_sizes(
-        [len(of_route) for of_route in of_routes]
-    )
+    sizes = [len(of_route) for of_route in of_routes]
+    parts = norms.to(accelerators.widest_dtype(norms.device)).split_with_sizes(sizes)
     return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])
-
-
-def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Return tensors over their loss scale, for all buckets: a step has one scale for all of a device."""
-    return torch._foreach_div([tensor for tensor, _ in items], items[0][1])

@@ -20,6 +20,7 @@ from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tabl
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, round_into
 from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
+from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, packed_bytes
 from thinwire.tensors.rounding import RandomBits
@@ -59,10 +60,11 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once; its residual is added in a pass before."""
     owns = []
-    for group, left, loss_scale, add_error, _ in items:
+    for item in items:
+        group, left = item.group, item.factor
         # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
-        if add_error:
-            torch_kernels.add_errors(group, loss_scale)
+        if item.add_error:
+            torch_kernels.add_errors(group, item.loss_scale)
         own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
         low_rank_passes.all_projections(_filled(left), _addresses_of(group).matrices, own.numpy())
         owns.append(own[:, : group.matrix_rank])
@@ -88,10 +90,11 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     """Make one matrix after the other orthonormal."""
     bases = []
-    for rows, drawn, _ in items:
+    for item in items:
+        rows = item.rows
         bases.append(torch.empty_like(rows, memory_format=torch.contiguous_format))
         # Without drawn rows a dead one becomes what it is: zeros.
-        instead = rows.new_zeros(rows.shape[1:]) if drawn is None else drawn
+        instead = rows.new_zeros(rows.shape[1:]) if item.drawn is None else item.drawn
         low_rank_passes.orthonormal(rows.contiguous().numpy(), instead.numpy(), bases[-1].numpy())
     return bases
 
@@ -179,4 +182,5 @@ TABLES = Tables(
         orthonormal_rows=orthonormal_rows,
     ),
     CodeKernels(encoded, averaged, decode, torch_codes.keeping(remainder, decode)),
+    ENTRIES,
 )

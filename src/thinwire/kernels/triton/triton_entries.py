@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.kernels.base import EntryLayout, EntryPasses, ScatterArgs, TopKQuery
+from thinwire.kernels.base import EntryKernels, TopKQuery
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.kernels.triton.limits import warn_fallback
+from thinwire.tensors.entries import EntryLayout
 
 # Elements, and entries, of the longest chunk that a program holds.
 LENGTH, KEPT = 4096, 1024
@@ -32,17 +33,18 @@ def serves(layout: EntryLayout) -> bool:
     return True
 
 
-def encoded(wanted: TopKQuery, layout: EntryLayout) -> torch.Tensor:
+def encode(query: TopKQuery) -> torch.Tensor:
     """Take two launches, and zeros."""
-    flat, device = wanted.flat, wanted.flat.device
-    positions, values = _empty((layout.entries,), device)
+    layout, flat, device = query.layout, query.flat, query.flat.device
+    positions, values = _empty((layout.num_entries,), device)
+    table = layout.table(device)
     launcher.launch(
         "compiled_entries.select",
-        layout.chunks,
-        [flat, wanted.error, wanted.loss_scale, layout.table, positions, values, layout.chunks],
-        _of_chunks(wanted, layout),
+        layout.num_chunks,
+        [flat, query.error, query.loss_scale, table, positions, values, layout.num_chunks],
+        _of_chunks(query),
         device,
-        reads=[flat, wanted.error],
+        reads=[flat, query.error],
         writes=[positions, values],
     )
     # Whole words, of which each chunk sets its own bits.
@@ -51,8 +53,8 @@ def encoded(wanted: TopKQuery, layout: EntryLayout) -> torch.Tensor:
     rows = max(1, ENTRIES_HELD // width)
     launcher.launch(
         "compiled_entries.pack",
-        -(-layout.chunks // rows),
-        [positions, values, layout.table, message, layout.chunks, *_streams(layout)],
+        -(-layout.num_chunks // rows),
+        [positions, values, table, message, layout.num_chunks, *_streams(layout)],
         {**_of_words(layout), "KEPT": width, "ROWS": rows},
         device,
         reads=[positions, values],
@@ -61,17 +63,17 @@ def encoded(wanted: TopKQuery, layout: EntryLayout) -> torch.Tensor:
     return message[: layout.num_bytes]
 
 
-def decoded(gathered: torch.Tensor, layout: EntryLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take one launch."""
-    members, device = len(gathered), gathered.device
-    positions, values = _empty((members, layout.entries), device)
+def decode(query: TopKQuery, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take one launch; positions are those in chunks."""
+    layout, members, device = query.layout, len(gathered), gathered.device
+    positions, values = _empty((members, layout.num_entries), device)
     width = padded(layout.most[2])
     rows = max(1, MARKS_HELD // width)
-    sizes = [layout.chunks, *_streams(layout), members, layout.entries]
+    sizes = [layout.num_chunks, *_streams(layout), members, layout.num_entries]
     launcher.launch(
         "compiled_entries.unpack",
-        -(-layout.chunks // rows),
-        [gathered, gathered.stride(0), layout.table, positions, values, *sizes],
+        -(-layout.num_chunks // rows),
+        [gathered, gathered.stride(0), layout.table(device), positions, values, *sizes],
         {**_of_words(layout), "MARKS": width, "ROWS": rows},
         device,
         reads=[gathered],
@@ -80,25 +82,29 @@ def decoded(gathered: torch.Tensor, layout: EntryLayout) -> tuple[torch.Tensor, 
     return positions, values
 
 
-def merge(merging: ScatterArgs, sent: tuple[torch.Tensor, torch.Tensor], layout: EntryLayout) -> None:
+def merge(
+    query: TopKQuery,
+    sent: tuple[torch.Tensor, torch.Tensor],
+    less: torch.Tensor,
+    is_healthy: torch.Tensor | None,
+) -> None:
     """Take one launch."""
-    wanted, rank, by_senders, less, is_healthy = merging
-    flat, error, is_wide = wanted.flat, wanted.error, wanted.flat.dtype == torch.float32
-    counts = torch.empty_like(error) if by_senders else None
+    layout, flat, error, is_wide = query.layout, query.flat, query.error, query.flat.dtype == torch.float32
+    counts = torch.empty_like(error) if query.by_senders else None
     launcher.launch(
         "compiled_entries.merge",
-        layout.chunks,
+        layout.num_chunks,
         [
-            *(flat, error, wanted.loss_scale),
+            *(flat, error, query.loss_scale),
             None if is_healthy is None else is_healthy.view(torch.int8),
-            *(layout.table, *sent, less),
+            *(layout.table(flat.device), *sent, less),
             flat if is_wide else torch.empty_like(error),  # room for the sums, of which few are touched
-            *(counts, layout.chunks, rank, len(sent[0]), layout.entries),
+            *(counts, layout.num_chunks, query.rank, len(sent[0]), layout.num_entries),
         ],
         {
-            **_of_chunks(wanted, layout),
+            **_of_chunks(query),
             "KEPT": padded(layout.most[1]),
-            "BY_SENDERS": by_senders,
+            "BY_SENDERS": query.by_senders,
             "LIMIT": 0.0 if is_wide else torch.finfo(flat.dtype).max,
             "num_warps": MERGING_WARPS,
         },
@@ -122,13 +128,13 @@ def _streams(layout: EntryLayout) -> tuple[int, int]:
     return 8 * marks, marks + words
 
 
-def _of_chunks(wanted: TopKQuery, layout: EntryLayout) -> dict[str, object]:
-    is_aligned = layout.is_aligned and (wanted.flat.data_ptr() | wanted.error.data_ptr()) % 16 == 0
-    return {"DECAY": wanted.decay, "LENGTH": padded(layout.most[0]), "ALIGNED": is_aligned, **OPTIONS}
+def _of_chunks(query: TopKQuery) -> dict[str, object]:
+    is_aligned = query.layout.is_aligned and (query.flat.data_ptr() | query.error.data_ptr()) % 16 == 0
+    return {"DECAY": query.decay, "LENGTH": padded(query.layout.most[0]), "ALIGNED": is_aligned, **OPTIONS}
 
 
 def _of_words(layout: EntryLayout) -> dict[str, object]:
     return {"LOW": layout.low_bits, "CODE": layout.code_bits, **OPTIONS}
 
 
-ENTRIES = EntryPasses(serves, encoded, decoded, merge)
+ENTRIES = EntryKernels(serves, encode, decode, merge, commits_on_device=True)

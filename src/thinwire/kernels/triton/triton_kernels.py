@@ -17,7 +17,6 @@ import torch
 
 from thinwire.kernels import torch_kernels
 from thinwire.kernels.base import Tables
-from thinwire.kernels.batching import group_indices, split_as
 from thinwire.kernels.device_tables import LaunchTable, TableRows, launch_table, workspace
 from thinwire.kernels.matrices import DEPENDENT_BELOW, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.triton import launcher
@@ -25,6 +24,7 @@ from thinwire.kernels.triton.launcher import FUSED, padded
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
 from thinwire.kernels.triton.triton_codes import CODES
 from thinwire.kernels.triton.triton_entries import ENTRIES
+from thinwire.tensors.layout import group_indices, split_as
 
 LETTERS = {torch.float32: "f", torch.float16: "h", torch.bfloat16: "b"}
 

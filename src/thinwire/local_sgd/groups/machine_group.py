@@ -1,9 +1,9 @@
-"""A member of several processes: the first one meets the other members, and speaks for all."""
+"""A member of several processes: the first one is in the quorum of members, and speaks for all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,32 +65,37 @@ class MachineGroup(Group):
         group.start_quorum()
         if group.received is not None:
             self.received, group.received = group.received, None
+        outline: dict[str, Any] | None = None
+        if self.received is not None:
+            # The entries that must be known before the state is there; without them all refuse it alike.
+            try:
+                lineage = self.received["members"]["lineage"]
+                outline = {"step": self.received["step"], "members": {"lineage": lineage}}
+            except (KeyError, TypeError):
+                outline = {}
         return {
             "rank": group.transport.rank,
             "size": group.transport.size,
             "quorum": group.quorum_id,
             "changes": group.num_changes,
             "address": group.address,
-            "received": None if self.received is None else _outline(self.received),
+            "received": outline,
         }
 
     def join(self, are_new: Sequence[bool]) -> None:
-        if self.has_parts and not self._is_first:  # which has met those of its local rank before
+        if self.has_parts and not self._is_first:  # whose quorum has joined it to those of its local rank
             leader, address = self._leader, f"{self._address}/{self.inside.rank}"
             received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
             self.received = None if self.received is None else received
         elif not self.has_parts and self.received is not None:
-            self._broadcast_state()
-
-    def _broadcast_state(self) -> None:
-        data = serialize(self.received) if self._is_first else torch.empty(0, dtype=torch.uint8)
-        length = int(self.broadcast_scalar(len(data)))
-        if not self._is_first:
-            data = torch.empty(length, dtype=torch.uint8)
-        data = data.to(self.inside.control_device)
-        self.inside.broadcast(data, 0, PURPOSE).wait()
-        if not self._is_first:
-            self.received = deserialize(data.cpu())
+            data = serialize(self.received) if self._is_first else torch.empty(0, dtype=torch.uint8)
+            length = int(self.broadcast_scalar(len(data)))
+            if not self._is_first:
+                data = torch.empty(length, dtype=torch.uint8)
+            data = data.to(self.inside.control_device)
+            self.inside.broadcast(data, 0, PURPOSE).wait()
+            if not self._is_first:
+                self.received = deserialize(data.cpu())
 
     def break_off(self) -> None:
         self._group.break_off()
@@ -235,11 +240,3 @@ def _ending() -> Iterator[None]:
         raise BrokenMemberError(
             f"a process of this member has ended, or stands still, and so this one ends: {error}"
         ) from error
-
-
-def _outline(received: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a state that must be known before it is there."""
-    try:
-        return {"step": received["step"], "members": {"lineage": received["members"]["lineage"]}}
-    except (KeyError, TypeError):
-        return {}  # which all refuse alike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -84,7 +84,9 @@ def broadcast_residual(
 ) -> list[torch.Tensor]:
     """Return the residual that a leaving member has not transmitted. Collective."""
     arrived = [residual if transport.rank == source else torch.empty_like(residual) for residual in errors]
-    for part in _parts(tensor.view(torch.uint8) for tensor in arrived):
+    pieces = chain.from_iterable(torch.split(tensor.view(torch.uint8), PART_BYTES) for tensor in arrived)
+    # Each part costs a round trip, so small tensors (biases, counts of steps) share one.
+    for part in in_messages(pieces, PART_BYTES, len):
         flat = torch.cat(part)
         transport.broadcast(flat, source, "what a member that leaves has not transmitted").wait()
         for piece, its_bytes in zip(part, flat.split_with_sizes(list(map(len, part))), strict=True):
@@ -106,24 +108,14 @@ def receive_state(transport: GroupTransport, source: int, timeout_seconds: float
     for part in torch.split(data, PART_BYTES):
         transport.receive(part, source, PURPOSE).wait()
         num_received += len(part)
-        _check_in_time(num_received, len(data), time.monotonic() - start, timeout_seconds)
+        seconds = time.monotonic() - start
+        expected = seconds * len(data) / num_received
+        # As soon as it can be told: the others would time out, again and again.
+        if seconds >= MEASURED_SHARE * timeout_seconds and expected > timeout_seconds:
+            rate = 8e-6 * num_received / seconds
+            raise StateError(
+                f"a newcomer's state of {len(data) / 1e6:.0f} MB takes about {expected:.0f} s at {rate:.1f} "
+                f"Mbit/s, and the others wait {timeout_seconds:g} s: it has left, and they go on. Start all "
+                f"with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
+            )
     return deserialize(data)
-
-
-def _check_in_time(num_received: int, num_bytes: int, seconds: float, timeout_seconds: float) -> None:
-    """Refuse a state that takes too long, once it can be told: the others would time out, again and again."""
-    expected = seconds * num_bytes / num_received
-    if seconds >= MEASURED_SHARE * timeout_seconds and expected > timeout_seconds:
-        rate = 8e-6 * num_received / seconds
-        raise StateError(
-            f"a newcomer's state of {num_bytes / 1e6:.0f} MB takes about {expected:.0f} s at {rate:.1f} "
-            f"Mbit/s, and the others wait {timeout_seconds:g} s: it has left, and they go on. Start all "
-            f"with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
-        )
-
-
-def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield views of all bytes in order, as many at a time as are sent as one part."""
-    pieces = chain.from_iterable(torch.split(tensor, PART_BYTES) for tensor in tensors)
-    # Each part costs a round trip, so small tensors (biases, counts of steps) share one.
-    return in_messages(pieces, PART_BYTES, len)

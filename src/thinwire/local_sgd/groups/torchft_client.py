@@ -8,10 +8,9 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -30,72 +29,44 @@ class LighthouseGoneError(Exception):
     """The lighthouse's process has ended; a question that it had not answered is lost."""
 
 
-class LivenessProbe:
-    """A connection to the lighthouse that carries nothing, and breaks when its process ends."""
-
-    def __init__(self, lighthouse: str) -> None:
-        parts = urlsplit(lighthouse)
-        default = 443 if parts.scheme == "https" else 80
-        self._address = parts.hostname or "", default if parts.port is None else parts.port
-        self._socket: socket.socket | None = None
-
-    def open(self) -> None:
-        """Connect, if it is not connected."""
-        if self._socket is not None and not self.is_broken():
-            return
-        self.close()
-        try:
-            self._socket = socket.create_connection(self._address, REACH_SECONDS)
-        except ConnectionRefusedError as error:
-            raise LighthouseGoneError("nothing listens at its address") from error
-        except OSError:
-            return  # nothing is known: its machine or the network is gone, or only slow
-        self._socket.setblocking(False)
-
-    def is_broken(self) -> bool:
-        """Return whether it was connected and is no more."""
-        if self._socket is None:
-            return False
-        try:
-            return not self._socket.recv(4096)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
 class QuorumClient:
     """Asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
 
-    It raises `LighthouseGoneError` if the lighthouse ends meanwhile.
+    It raises `LighthouseGoneError` if the lighthouse ends meanwhile: a connection to it that carries nothing
+    breaks then.
 
     A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
     a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
     processes that have ended.
     """
 
-    def __init__(self, inner: Any, manager: Any, group: ConfiguredGroup, probe: LivenessProbe) -> None:
-        self._inner, self._manager, self._group, self._probe = inner, manager, group, probe
+    def __init__(self, inner: Any, manager: Any, group: ConfiguredGroup, lighthouse: str) -> None:
+        self._inner, self._manager, self._group = inner, manager, group
+        parts = urlsplit(lighthouse)
+        default = 443 if parts.scheme == "https" else 80
+        self._address = parts.hostname or "", default if parts.port is None else parts.port
+        self._connection: socket.socket | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def _quorum(self, *arguments: Any, **options: Any) -> Any:
-        # Before the question: one that dies behind it is seen.
-        self._probe.open()
+        # Before the question: a lighthouse that dies behind it is seen.
+        self._connect()
         answer: Future[Any] = Future()
-        ask = partial(self._inner._quorum, *arguments, **options)
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._inner._quorum(*arguments, **options))
+            except Exception as error:
+                answer.set_exception(error)
+
         # Nothing can break that call off. Left alone, it ends with the answer to the next question, which
         # torchft's manager gives to all who wait, or at its timeout. (The manager's own retries, which it
         # makes with quorum_retries, outlast the call: they would join a quorum for a member that trains.)
-        threading.Thread(target=_put, args=(ask, answer), name="thinwire_quorum", daemon=True).start()
+        threading.Thread(target=ask, name="thinwire_quorum", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
-            if self._probe.is_broken():
+            if self._is_broken():
                 raise LighthouseGoneError("it has ended before it answered")
         quorum = answer.result()
         if quorum.replica_ids != self._group.members:
@@ -103,12 +74,31 @@ class QuorumClient:
         self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
         return quorum
 
+    def _connect(self) -> None:
+        if self._connection is not None and not self._is_broken():
+            return
+        self.close()
+        try:
+            self._connection = socket.create_connection(self._address, REACH_SECONDS)
+        except ConnectionRefusedError as error:
+            raise LighthouseGoneError("nothing listens at its address") from error
+        except OSError:
+            return  # nothing is known: its machine or the network is gone, or only slow
+        self._connection.setblocking(False)
 
-def _put(call: Callable[[], Any], result: Future[Any]) -> None:
-    try:
-        result.set_result(call())
-    except Exception as error:
-        result.set_exception(error)
+    def _is_broken(self) -> bool:
+        try:
+            return self._connection is not None and not self._connection.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 class ConfiguredGroup:
@@ -119,7 +109,7 @@ class ConfiguredGroup:
         self.rank = self.size = 0
         self.quorum_id = -1
         self.num_configured = 0
-        self.address = ""
+        self.address = ""  # at which the members of the last quorum have found each other in a store
         # From the last known quorum, the same for all of its members.
         self.members: list[str] = []
         self.max_step = 0

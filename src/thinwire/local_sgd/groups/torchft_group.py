@@ -25,7 +25,6 @@ from thinwire.local_sgd.groups.torchft_client import (
     OLDEST,
     ConfiguredGroup,
     LighthouseGoneError,
-    LivenessProbe,
     NothingSentError,
     QuorumClient,
     StateTransport,
@@ -50,7 +49,7 @@ PRIVATE = ("_client", "_quorum_future", "_quorum_id")
 
 
 class TorchftGroup(Group):
-    """A member of a group that meets through a torchft lighthouse.
+    """A member of a group that is found through a torchft lighthouse.
 
     The lighthouse knows who is alive and who takes part in an averaging; it carries no tensors. Start it
     with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. What its ports, and this member's,
@@ -112,14 +111,24 @@ class TorchftGroup(Group):
         inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
         self._group = ConfiguredGroup(inner)
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
-        _check_launcher()
+        launcher = os.environ.get(LAUNCHER)
+        # Its own processes end with it; a program in between need not tell the processes that it has started.
+        try:
+            with suppress(PermissionError):  # it runs, and belongs to a different user
+                if launcher is not None:
+                    os.kill(int(launcher), 0)
+        except ProcessLookupError:
+            raise CommunicationError(
+                f"process {launcher}, which has started this member ({LAUNCHER}), has ended: so does "
+                "this one. Start thinwire run again"
+            ) from None
         self._manager: Any = None
         self.address = ""  # at which the members of the last quorum have found each other in a store
         if self.inside.rank == 0:
             self._open(torchft, host, f"{host}-{os.getpid()}" if name is None else name)
 
     def _open(self, torchft: Any, host: str, name: str) -> None:
-        """Start what meets the other members."""
+        """Start torchft's manager, which finds the other members."""
         # For this member alone: torchft announces itself in it, and joins a quorum's members through that of
         # one of them.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -156,11 +165,11 @@ class TorchftGroup(Group):
                 f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager has "
                 f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
-        self._probe = LivenessProbe(self._lighthouse)
         if folder := os.environ.get(ASKED):
             with suppress(OSError):  # the command has ended, and does not ask any more
                 Path(folder, name).touch()
-        self._manager._client = QuorumClient(self._manager._client, self._manager, self._group, self._probe)
+        client = QuorumClient(self._manager._client, self._manager, self._group, self._lighthouse)
+        self._client = self._manager._client = client
 
     def start_quorum(self) -> None:
         give_up_at = time.monotonic() + self.wait_seconds
@@ -242,7 +251,7 @@ class TorchftGroup(Group):
     def join_local_rank(
         self, address: str, rank: int, size: int, are_new: Sequence[bool]
     ) -> Mapping[str, Any] | None:
-        """Meet those of one local rank, in a store; return what this one starts from, if new."""
+        """Join those of one local rank in other members; return what this one starts from, if new."""
         try:
             self._group.inner.configure(address, "", rank, size)
         except Exception as error:  # torchft raises what it likes
@@ -266,19 +275,4 @@ class TorchftGroup(Group):
         # Python object could abort the process.
         self._manager.shutdown(wait=False)
         self._group.abort()
-        self._probe.close()
-
-
-def _check_launcher() -> None:
-    """Look whether the `thinwire run` that has started this process, or what has started it, still runs."""
-    launcher = os.environ.get(LAUNCHER)
-    # Its own processes end with it; a program in between need not tell the processes that it has started.
-    try:
-        with suppress(PermissionError):  # it runs, and belongs to a different user
-            if launcher is not None:
-                os.kill(int(launcher), 0)
-    except ProcessLookupError:
-        raise CommunicationError(
-            f"process {launcher}, which has started this member ({LAUNCHER}), has ended: so does "
-            "this one. Start thinwire run again"
-        ) from None
+        self._client.close()

@@ -23,10 +23,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from machine_member import Deadly, die
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
-from thinwire.comm import Message, Work
-from thinwire.comm.metered import Wrapped
 from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
 from thinwire.elastic import DiLoCo, Group, Steps, TorchftGroup
 from thinwire.local_sgd.groups import torchft_client
@@ -71,25 +70,6 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 def heldout_loss(model: nn.Module, text: Text, batches: int = 32) -> float:
     drawn = fixed_batches(text.heldout, batches=batches, batch_size=1024, context_length=CONTEXT)
     return float(torch.stack([loss_of(model, *each) for each in drawn]).mean())
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Deadly(Wrapped):
-    """Kills this process when it sends a message whose purpose has some words in it, the nth time."""
-
-    def __init__(self, inner: Wrapped, words: str, place: int) -> None:
-        super().__init__(inner.transport)
-        self.words, self.place = words, place
-
-    def start(self, message: Message) -> Work:
-        self.place -= self.words in message.purpose
-        work = super().start(message)
-        if self.place == 0 and self.words in message.purpose:
-            die()
-        return work
 
 
 class Learner:
@@ -186,7 +166,7 @@ def learn(
     signal.signal(signal.SIGUSR1, lambda *_: learner.die_in_all_to_all())
     signal.signal(signal.SIGUSR2, lambda *_: setattr(learner, "serves_deadly", True))
     # Imported here: it builds on this module.
-    member_of = import_module("elastic.peer").torchft_member if peer else thinwire_member
+    member_of = import_module("peer").torchft_member if peer else thinwire_member
     try:
         with member_of(learner, lighthouse, timeout_seconds, **settings) as step:
             while step(step_seconds):
@@ -209,7 +189,7 @@ def made_deadly(learner: Learner, group: TorchftGroup) -> None:
     deadly = group.transport = Deadly(group.transport, MOMENTS.get(moment, "no such message"), place)
 
     def die_in_all_to_all() -> None:
-        deadly.words, deadly.place = MOMENTS["all-to-all"], 1
+        deadly.words, deadly.number = MOMENTS["all-to-all"], 1
 
     learner.die_in_all_to_all = die_in_all_to_all
     if moment == "receiving":

@@ -1,6 +1,6 @@
 """What one steady backward pass runs of Thinwire: files and functions, beside the most that they may be.
 
-    python tests/trace_step.py [--show]
+    python scripts/trace_step.py [--show]
 
 Two Gloo processes (four for machines of two), DDP with two buckets; the seventh step is traced, on the
 first process. `--show` lists the functions. Exits with 1 if a bar is exceeded.

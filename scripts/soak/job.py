@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
-from elastic import learner
+import learner
 from thinwire.lab import Network
 
 PATIENCE_SECONDS = 60.0

@@ -1,0 +1,541 @@
+"""`thinwire.overlap_forward`: means that travel during the next forward pass, and optimizer steps that wait.
+
+One step, with buckets `a` (the last layers; ready first) and `b` (the first layers):
+
+    backward pass      a, b: codes are sent to those who average them          (first round)
+    optimizer.step()   waits for the codes, averages, sends b's means, a's     (second round), steps nothing
+    forward pass       first layers are read: waits for b's means, steps b's parameters
+                       last layers are read: a's means have come meanwhile; steps a's parameters
+
+Known as DeAR (Zhang et al., ICDCS 2023): reduce-scatter under the backward pass, all-gather under the next
+forward pass. What a layer computes with is what it would have computed with: the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.adapters.common import contributor_scales, new_engine, refuse_averaged_twice, tell_start
+from thinwire.adapters.ddp import ATTACHED, completed_future, dense_buffer, switched
+from thinwire.adapters.ddp_model import (
+    check_attachable,
+    check_options,
+    ddp_inside,
+    guard,
+    names_of,
+    wrong_model,
+)
+from thinwire.algorithms import Algorithm, Quantize
+from thinwire.algorithms.quantize import QuantizePlan
+from thinwire.algorithms.requests import AllGather
+from thinwire.comm import Message, ProcessGroupTransport, Work
+from thinwire.errors import AttachError, ConfigError, StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.bucket_plans import BucketState
+from thinwire.sync.partition import Specs
+from thinwire.sync.step import Step
+from thinwire.torch_private import (
+    at_end_of_backward,
+    backward_pass,
+    children_and_parameters,
+    is_compiled,
+    put_parameters,
+    version_of,
+)
+
+ParameterDict = dict[str, nn.Parameter | None]
+
+
+def overlap_forward(
+    model: nn.Module,
+    algorithm: Algorithm,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    clip_norm: float | None = None,
+    poison: bool = False,
+) -> OverlappedSync:
+    """Let means of few bits travel during the next forward pass too, and step each layer when it is read.
+
+    In place of `thinwire.attach`, where sending takes longest. The training loop stays as it is, and every
+    number is the same: nothing is one step late. `optimizer.step()` only sends; a parameter is stepped, with
+    the learning rate of that call, before anyone reads it through its module: in the forward pass, in
+    `parameters()`, `state_dict()`, `copy.deepcopy`. The optimizer's `state_dict()` steps all first, as does
+    `flush()` of the handle: call that before you read a tensor that you hold, or the optimizer's `state`.
+
+    Call it on every process that trains the model. Each process sends by itself, those of one machine too.
+
+    Args:
+        model: A `DistributedDataParallel` model, in whose loss all trained parameters take part.
+        algorithm: `thinwire.Quantize` without error feedback or low-rank part.
+        optimizer: Of `torch.optim`, with all trained parameters of the model and no others; or several that
+            share them, such as Muon and AdamW, of which each `step()` is called in each step. It must step
+            each parameter by itself, so not LBFGS. `step()` sets gradients to None, as `zero_grad()` does.
+        clip_norm: Scale gradients so that the norm of all means is at most that, as `clip_grad_norm_` does.
+            That would come too early here: between `backward()` and `step()` gradients are this process's.
+            Costs a message of 8 bytes a step, and a pass over the gradients.
+        poison: Make parameters NaN from `step()` until they are stepped: for a test that no code of yours
+            reads one too early. Costs a copy of the parameters.
+
+    Returns:
+        The handle. `detach()` steps what is left, and gives the optimizer back.
+
+    Cost: a copy of the gradients in memory, beside what `attach` costs. Of the bytes on the link, half travel
+    during the backward pass, half during the next forward pass.
+
+    Raises:
+        AttachError: The model is no DDP model, or can't be averaged, or is compiled; or the optimizer is not
+            of `torch.optim`, or has other parameters.
+        ConfigError: `algorithm` or `clip_norm` is not one that works here; or DDP was built with
+            `find_unused_parameters` or `static_graph`.
+        StepError: (From `optimizer.step()`.) Gradients were changed since `backward()`, as a `GradScaler` or
+            `clip_grad_norm_` does. (From `backward()`.) A parameter was used and not read through its module.
+
+    Examples:
+        >>> import thinwire, torch
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+        >>> optimizer = torch.optim.AdamW(ddp_model.parameters())
+        >>> sync = thinwire.overlap_forward(ddp_model, thinwire.Quantize(bits=4), optimizer, clip_norm=1.0)
+        >>> for _ in range(2):
+        ...     ddp_model(torch.ones(1, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> sync.steps
+        2
+    """
+    ddp_model = ddp_inside(model)
+    if ddp_model is None:
+        raise AttachError(wrong_model(model))
+    check_attachable(ddp_model)
+    check_options(ddp_model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    _check(model, ddp_model, algorithm, clip_norm)
+    _check_optimizers(ddp_model, optimizers)
+    transport = ProcessGroupTransport(ddp_model.process_group, next(ddp_model.parameters()).device)
+    refuse_averaged_twice(ddp_model.parameters(), transport, AttachError)
+    names = names_of(ddp_model.module, ddp_model.parameters_to_ignore)
+    specs = [ParameterSpec.of(name, tensor) for tensor, name in names.items() if tensor.requires_grad]
+    engine = new_engine(algorithm, transport, specs, Settings(), False)
+    deferred = [DeferredOptimizer(optimizer, poison=poison) for optimizer in optimizers]
+    adapter = ForwardAdapter(engine, names, deferred, clip_norm)
+    switch = switched(ddp_model, lambda: adapter, ATTACHED)  # type: ignore[arg-type,return-value]
+    # Only now: a model whose hook is taken stays as it was.
+    adapter.install(ddp_model.module)
+    guard(ddp_model)
+    tell_start(engine, ddp_model.parameters())
+    return OverlappedSync(adapter, switch.free)
+
+
+def check_algorithm(algorithm: object) -> None:
+    """Refuse what is decided for all buckets together, as what remembers something is."""
+    if not isinstance(algorithm, Quantize) or algorithm.remembers:
+        raise ConfigError(
+            f"overlap_forward takes Quantize that remembers nothing, got {algorithm}; use thinwire.attach"
+        )
+
+
+def _check(
+    model: nn.Module,
+    ddp_model: DistributedDataParallel,
+    algorithm: Algorithm,
+    clip_norm: float | None,
+) -> None:
+    """Refuse what can't be stepped layer by layer."""
+    check_algorithm(algorithm)
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm must be above 0, got {clip_norm!r}; leave it out to clip nothing")
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(ddp_model, option):
+            raise ConfigError(
+                f"the DDP model was built with {option}; build it without, or use thinwire.attach"
+            )
+    if any(map(is_compiled, (model, *ddp_model.modules()))):
+        raise AttachError(
+            "the model is compiled, so reads of its parameters do not show; use thinwire.attach"
+        )
+
+
+def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that step parameters together, or others than the model's."""
+    stepped = set[int]()
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if not kind.__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
+            raise AttachError(
+                f"{kind.__name__} may step parameters together, and here each waits for its own; take one of "
+                "torch.optim but LBFGS, or use thinwire.attach"
+            )
+        stepped |= {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    trained = {id(tensor): name for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for missing in trained.keys() - stepped:
+        raise AttachError(
+            f"{trained[missing]} of the model is in no optimizer; give all that step parts of it"
+        )
+    if stepped - trained.keys():
+        raise AttachError(
+            f"the optimizer has {len(stepped - trained.keys())} parameters that the model does not train; "
+            "give it those of the DDP model only"
+        )
+
+
+@dataclass
+class PendingBucket:
+    """A bucket from its backward pass until its parameters are stepped."""
+
+    number: int  # in its step
+    state: BucketState
+    parameters: list[nn.Parameter]
+    mean: torch.Tensor  # this process's gradients, then the mean
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Return each parameter with its part of the mean."""
+        parts = self.mean.split_with_sizes([spec.numel for spec in self.state.specs])
+        for parameter, spec, part in zip(self.parameters, self.state.specs, parts, strict=True):
+            yield parameter, part.as_strided(spec.shape, spec.stride)
+
+
+class DeferredOptimizer:
+    """An optimizer whose `step()` was taken over: it steps some at a time, as of an earlier call."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, poison: bool) -> None:
+        self.optimizer, self._poison = optimizer, poison
+        self.is_deferred = False  # whether step() was called since the last backward pass
+        self._before, self._step = vars(optimizer).get("step"), optimizer.step
+        self._settings: list[dict[str, Any]] = []  # of each group, when step() was called
+        self._values: dict[nn.Parameter, torch.Tensor] = {}  # of those that are poisoned
+
+    def take_over(self, send: Callable[[], bool]) -> None:
+        """Let the optimizer's `step()` call another function, and step later if that has sent gradients."""
+
+        def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+            if closure is not None:
+                kind = type(optimizer).__name__
+                raise StepError(f"{kind}.step(closure) can't wait; call backward(), then step()")
+            if send():
+                self._defer()
+
+        # A method, as schedulers of learning rates expect.
+        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
+
+    def check_called(self) -> None:
+        """Refuse to step parameters for which this optimizer's `step()` is still to come."""
+        if not self.is_deferred:
+            raise StepError(
+                f"a parameter was read before {type(self.optimizer).__name__}.step() was called, and after "
+                "that of another optimizer; call one right after the other"
+            )
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return all parameters of the optimizer."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _defer(self) -> None:
+        # Learning rates, and all else that groups have now.
+        self.is_deferred = True
+        self._settings = [_settings_of(group) for group in self.optimizer.param_groups]
+        for parameter in self.parameters() if self._poison else ():
+            self._values[parameter] = parameter.detach().clone()
+            parameter.detach().fill_(torch.nan)
+
+    def step(self, bucket: PendingBucket) -> None:
+        """Step a bucket's parameters alone, with the settings that were taken note of."""
+        optimizer, chosen = self.optimizer, set(bucket.parameters)
+        before = [(group, dict(group)) for group in optimizer.param_groups]
+        gradients_before = [parameter.grad for parameter in bucket.parameters]
+        try:
+            for (group, _), settings in zip(before, self._settings, strict=True):
+                group.update(settings)
+                group["params"] = [parameter for parameter in group["params"] if parameter in chosen]
+            for parameter, gradient in bucket.gradients():
+                parameter.grad = gradient
+                if parameter in self._values:
+                    parameter.detach().copy_(self._values.pop(parameter))
+            device = bucket.mean.device.type
+            with torch.autocast(device, enabled=False):  # of the forward pass that reads them
+                self._step()
+        finally:
+            for group, was in before:
+                group.update(was)
+            for parameter, gradient_before in zip(bucket.parameters, gradients_before, strict=True):
+                parameter.grad = gradient_before
+
+    def give_back(self) -> None:
+        """Let `step()` be the optimizer's own again."""
+        del self.optimizer.step
+        if self._before is not None:  # a learning rate scheduler's
+            self.optimizer.step = self._before  # type: ignore[method-assign]
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    # Copied, since a scheduler may fill a learning rate that is a tensor.
+    kept = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+
+
+def _start_equals(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = (tensor.detach().flatten()[:100] for tensor in (one, other))
+    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+class ReadParameters(ParameterDict):
+    """A module's parameters, which are stepped before anyone reads them."""
+
+    # Not hooks on modules alone: attention reads the weight of a layer that it never calls, and so do tied
+    # heads. `dict(…)` would copy past `items`, but for `__iter__`.
+
+    def __init__(self, parameters: ParameterDict, step: Any) -> None:
+        super().__init__(parameters)
+        self._step = step
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self._step(super().__getitem__(name))
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._step(super().get(name))
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.step_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self.step_all()
+        return super().values()
+
+    def step_all(self, *_: object) -> None:
+        """Step those that wait; called too before the forward pass of a module that keeps a list of them."""
+        for parameter in super().values():
+            self._step(parameter)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied module is no longer this optimizer's.
+        return dict, (dict(self.items()),)
+
+
+class ForwardAdapter:
+    """Sends codes from DDP's buckets, and steps the optimizer bucket by bucket as parameters are read."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: dict[nn.Parameter, str],
+        optimizers: Sequence[DeferredOptimizer],
+        clip_norm: float | None,
+    ) -> None:
+        self.engine, self._names, self._optimizers, self._clip_norm = engine, names, optimizers, clip_norm
+        self._open: Step | None = None  # from its first bucket until its means are sent
+        self._started: list[PendingBucket] = []  # in it
+        self._left_by_backward: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        self._sent: Step | None = None  # until all its means are taken
+        self._pending: dict[nn.Parameter, PendingBucket] = {}  # of that step, those that were not stepped yet
+        self._norm: tuple[Work, torch.Tensor] | None = None  # of the means that were sent, squared
+        self._specs: dict[tuple[int, ...], Specs] = {}  # by the parameters of a bucket
+        self._modules: list[nn.Module] = []
+        self._handles: list[Any] = []
+
+    def install(self, root: nn.Module) -> None:
+        """Take over the optimizer's step, and see who reads parameters."""
+        for deferred in self._optimizers:
+            deferred.take_over(self.send_means)
+            target = deferred.optimizer
+            for register in (target.register_state_dict_pre_hook, target.register_load_state_dict_pre_hook):
+                self._handles.append(register(lambda *_: self.flush()))
+        self._modules = [module for module in root.modules() if children_and_parameters(module)[1]]
+        for module in self._modules:
+            parameters = ReadParameters(children_and_parameters(module)[1], self._step_if_pending)
+            put_parameters(module, parameters)
+            if isinstance(module, nn.RNNBase):  # its forward pass reads a list of its own
+                self._handles.append(module.register_forward_pre_hook(parameters.step_all))
+
+    # The backward pass.
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Send a bucket's codes; DDP is told at once that all is done."""
+        flat = dense_buffer(bucket)
+        if self._pending:
+            raise StepError(
+                f"{self._names[next(iter(self._pending))]} was used and not read through its module, so the "
+                "loss is of the parameters before the last step; call flush() before such a forward pass"
+            )
+        if backward_pass() == -1 or next(iter(bucket.parameters())) in contributor_scales:
+            raise StepError(
+                "overlap_forward was used inside of join, where processes without input take no optimizer "
+                "step; use thinwire.attach for uneven batches"
+            )
+        if self._open is not None and self._left_by_backward:
+            # The pass before was not followed by a step: its gradients are part of these, or were dropped.
+            self.forget()
+        if self._open is None:
+            self._open = self.engine.begin()
+        parameters: list[Any] = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._specs:
+            self._specs[key] = tuple(ParameterSpec.of(self._names[p], p) for p in parameters)
+        # A copy: DDP's bucket is the user's until the mean is there, to zero or to accumulate in.
+        state = self.engine.buckets.bucket(self._specs[key])
+        pending = PendingBucket(len(self._started), state, parameters, flat.clone())
+        try:
+            self._open.start(state, pending.mean)
+        except BaseException:
+            self.forget()
+            raise
+        self._started.append(pending)
+        if bucket.is_last():
+            at_end_of_backward(lambda: at_end_of_backward(self._note_gradients))
+        return completed_future(flat)
+
+    def _note_gradients(self) -> None:
+        for parameter in self._parameters():
+            self._left_by_backward.append((parameter, parameter.grad, version_of(parameter.grad)))
+
+    def forget(self) -> None:
+        """Drop a step of which nothing was averaged yet."""
+        self.engine.abandon()
+        self._open, self._started, self._left_by_backward = None, [], []
+
+    # `optimizer.step()`.
+
+    def send_means(self) -> bool:
+        """Average, and send the means, if it was not done; return whether there are some to step by."""
+        if self._open is None:
+            return bool(self._pending)  # of another optimizer's step(); else there are no gradients
+        if not self._left_by_backward:
+            raise StepError(
+                "optimizer.step() was called inside of the backward pass; call it after backward()"
+            )
+        if self._are_changed():
+            self.forget()
+            raise StepError(
+                "gradients were changed between backward() and step(), where they are not means yet; "
+                "leave out GradScaler, clip with clip_norm=…, or use thinwire.attach"
+            )
+        step, buckets = self._open, self._started
+        tasks = step.collect()
+        if self._clip_norm is not None:
+            self._norm = self._start_norm([task.request for task in tasks], buckets)
+        step.send_means()
+        for parameter in self._parameters():
+            parameter.grad = None
+        self._open, self._started, self._left_by_backward, self._sent = None, [], [], step
+        self._pending = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        return True
+
+    def _are_changed(self) -> bool:
+        """Return whether someone has written to gradients since the backward pass."""
+        for parameter, gradient, version in self._left_by_backward:
+            if parameter.grad is not gradient or version_of(parameter.grad) != version:
+                return True
+        for bucket in self._started:
+            # A GradScaler's operator leaves versions alone, and scales all.
+            parameter, sent = next(bucket.gradients())
+            if parameter.grad is None or not _start_equals(parameter.grad, sent):
+                return True
+        return False
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for deferred in self._optimizers:
+            yield from deferred.parameters()
+
+    def _start_norm(
+        self, requests: Sequence[object], buckets: Sequence[PendingBucket]
+    ) -> tuple[Work, torch.Tensor]:
+        """Send the sum of squares of what this process has averaged; it is before the means on the link."""
+        squares = torch.zeros((), dtype=torch.float64)
+        for request, bucket in zip(requests, buckets, strict=True):
+            if isinstance(request, AllGather):
+                plan = cast(QuantizePlan, bucket.state.plan)
+                squares += plan.squared_norm(request.tensor, self.engine.transport.rank).cpu()
+        flat = squares.view(1)
+        return self.engine.wire.start(Message("all_reduce", flat, flat, "the norm", "sum")), flat
+
+    # The next forward pass.
+
+    def _step_if_pending(self, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter in self._pending:
+            self._step_bucket(self._pending[parameter])
+
+    def _step_bucket(self, bucket: PendingBucket) -> None:
+        assert self._sent is not None
+        for deferred in self._optimizers:
+            deferred.check_called()
+        for parameter in bucket.parameters:  # first: whoever steps them reads them
+            self._pending.pop(parameter)
+        with torch.no_grad(), torch.inference_mode(False):
+            self._sent.take(bucket.number)
+            if self._clip_norm is not None and self._norm is not None:
+                work, squares = self._norm
+                work.wait()
+                scale = self._clip_norm / (squares.sqrt() + 1e-6)
+                bucket.mean.mul_(scale.clamp(max=1.0).to(bucket.mean))
+            for deferred in self._optimizers:
+                deferred.step(bucket)
+        if not self._pending:
+            self._sent.end()
+            for deferred in self._optimizers:
+                deferred.is_deferred = False
+            self._sent = self._norm = None
+
+    def flush(self) -> None:
+        """Step all parameters that wait for it."""
+        for parameter in list(self._pending):
+            self._step_if_pending(parameter)
+
+    def let_go(self) -> None:
+        """Give optimizer and modules back."""
+        self.flush()
+        for module in self._modules:
+            put_parameters(module, dict(children_and_parameters(module)[1]))
+        for handle in self._handles:
+            handle.remove()
+        for deferred in self._optimizers:
+            deferred.give_back()
+
+
+class OverlappedSync(GradientSync):
+    """The handle of `overlap_forward`. What it is asked for it answers with all parameters stepped."""
+
+    def __init__(self, adapter: ForwardAdapter, detach: Any) -> None:
+        super().__init__(adapter.engine, detach)
+        self._adapter = adapter
+
+    def flush(self) -> None:
+        """Step all parameters that wait for it; call it before you read one past its module.
+
+        Sends nothing: processes need not call it alike. Blocks until the means have come.
+        """
+        self._adapter.flush()
+
+    def use(self, algorithm: Algorithm) -> None:
+        check_algorithm(algorithm)
+        self.flush()
+        super().use(algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.flush()
+        return super().state_dict()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        self.flush()
+        return super().local_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        self.flush()
+        super().load_state_dict(state, strict=strict)
+
+    def detach(self) -> None:
+        self.flush()
+        super().detach()

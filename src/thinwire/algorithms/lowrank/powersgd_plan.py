@@ -1,0 +1,318 @@
+"""A step of PowerSGD: the mean of a bucket as two low-rank factors of each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from operator import is_
+from typing import TypeAlias
+
+import torch
+
+from thinwire.algorithms.base import Bucket, Memory, Slot
+from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
+from thinwire.algorithms.lowrank.bases import bases_ahead, starting_bases
+from thinwire.algorithms.lowrank.matrices import BucketMatrices, Round, Workspace
+from thinwire.algorithms.lowrank.messages import FactorMessages
+from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
+from thinwire.kernels.dispatch import choice, kernels_for
+from thinwire.kernels.matrices import (
+    Factors,
+    MatrixGroup,
+    Reconstruction,
+    Subtraction,
+    Terms,
+    Write,
+    round_all_into,
+    widened,
+)
+from thinwire.tensors import accelerators
+from thinwire.tensors.layout import stack_view
+
+NewState: TypeAlias = dict[Slot, Sequence[torch.Tensor]]
+"""What a step leaves to the next one: a batch for each group of matrices, by slot."""
+
+
+@dataclass(frozen=True)
+class PowerSGDPlan(LowRankPlan):
+    """Every matrix of a bucket as two factors; `alternating` projects on one side only, in one round."""
+
+    alternating: bool = False
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """What steps share: made by the first, bound anew when something has moved."""
+        return Workspace()
+
+    @cached_property
+    def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
+        """The parameters that are compressed, by index, under their matrix shape and matrix rank."""
+        groups: dict[tuple[tuple[int, int], int], list[int]] = {}
+        for index, route in enumerate(self.routes):
+            if route.matrix_shape is not None and route.matrix_rank is not None:
+                groups.setdefault((route.matrix_shape, route.matrix_rank), []).append(index)
+        return groups
+
+    @cached_property
+    def uncompressed(self) -> dict[str, int]:
+        """The parameters that travel uncompressed: their indices by name."""
+        return {self.names[i]: i for i, route in enumerate(self.routes) if not route.is_compressed}
+
+    @cached_property
+    def _compressed_names(self) -> list[str]:
+        return [self.names[index] for indices in self.shape_groups.values() for index in indices]
+
+    def compress(self, bucket: Bucket, memory: Memory) -> Requests:
+        """Average the bucket as two factors of each matrix: algorithm 1 of the paper, with error feedback.
+
+        1. M ← gradient + residual. The first product adds them, in place.
+        2. P ← M Q, with the Q that the step before has left, orthonormalised.
+        3. P ← mean of P. Uncompressed gradients travel with it.
+        4. P̂ ← orthonormal basis of P.
+        5. Q ← Mᵀ P̂, this process's own.
+        6. Q̄ ← mean of Q.
+        7. Behind the commit: gradient ← P̂ Q̄ᵀ, residual ← M − P̂ Qᵀ, and memory keeps Q̄.
+
+        Further `power_iterations` repeat 2 to 6 with Q ← basis of Q̄. If `alternating`, a step has one round
+        in place of two: Q ← Mᵀ P̂ with the P̂ that memory has, and in the next step P ← M Q̂.
+        """
+        scale, gradients = bucket.loss_scale, bucket.flat.split_with_sizes(self.sizes)
+        names, whole = self.uncompressed.keys(), [gradients[index] for index in self.uncompressed.values()]
+        M = self._bind(bucket.flat, gradients, memory)  # 1
+        try:
+            has_residual = not memory[ERROR].keys().isdisjoint(names)
+            message_dtype = self.config.message_dtype(self.specs[0].dtype)
+            sent = with_residual(bucket, memory, [*names], whole, message_dtype) if has_residual else None
+            messages = FactorMessages(message_dtype, self.workspace, whole if sent is None else sent.parts)
+
+            # Committed projections, which all members count and a saved state keeps: if `alternating`, the
+            # factor in memory is of the side whose turn it is.
+            turn = (memory.step - self.config.warmup_steps) * self.config.power_iterations
+            side = 0 if self.alternating and turn % 2 == 0 else 1
+            start = starting_bases(self.config, memory, M, side)
+            if self.alternating:
+                terms = yield from self._alternating_rounds(M, start, turn, messages, scale)
+            else:
+                terms = yield from self._two_rounds(M, start, messages, scale)  # 2 to 6
+            new = yield from self._new_state(memory, M, terms, scale)
+
+            # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
+            drops = has_residual or not memory[SENT].keys().isdisjoint(names)
+            is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
+
+            yield from self._reconstruct(bucket, gradients, memory, M, terms, is_healthy)  # 7
+        finally:
+            for group in M.groups:
+                group.matrices = ()  # they would keep a bucket that is not used any more
+        means = messages.uncompressed  # then, if some residual may not fit, whether any remains
+        writes = list(zip(whole, means, [False] * len(whole), strict=False))
+        # Behind the reconstruction, which reads the basis that the step has started from.
+        writes += self._places(memory, M, new, start, is_healthy)
+        yield from _write(M, writes, is_healthy)
+        if sent is not None:
+            keep_remainder(memory, names, sent, means)
+        # All of it was sent: what a step before has sent no longer says how much was not.
+        for name in names if drops else ():
+            memory[SENT].pop(name, None)
+
+    def _two_rounds(
+        self,
+        M: BucketMatrices,
+        Q: list[torch.Tensor],
+        messages: FactorMessages,
+        scale: torch.Tensor | None,
+    ) -> Round[list[Terms]]:
+        """Find the factors of the mean. Cost: in each iteration, two reads of M."""
+        for iteration in range(1, self.config.power_iterations + 1):
+            is_last = iteration == self.config.power_iterations
+            # The residual only once: later iterations find it in the matrices already.
+            P = yield from M.products(Q, scale, "P", add_error=iteration == 1)  # P ← M Q
+            _, P = yield from messages.average(P, as_sent=False)  # P ← mean of P
+            P = yield from M.orthonormal(P, "basis of P")  # P̂
+            Q = yield from M.projections(P, scale, "Q")  # Q ← Mᵀ P̂
+            Q, mean_Q = yield from messages.average(Q, as_sent=is_last)  # Q̄
+            if not is_last:
+                Q = yield from M.orthonormal(mean_Q, "basis of Q")
+        # The last iteration alone: each approximates all of M again, and better than those before it.
+        return [[Factors((p, q), (p, mean))] for p, q, mean in zip(P, Q, mean_Q, strict=True)]
+
+    def _alternating_rounds(
+        self,
+        M: BucketMatrices,
+        bases: list[torch.Tensor],
+        turn: int,
+        messages: FactorMessages,
+        scale: torch.Tensor | None,
+    ) -> Round[list[Terms]]:
+        """Find factors of the mean, of one side in each iteration; what it has sent is taken from M."""
+        terms: list[list[Factors]] = [[] for _ in M.groups]
+        for iteration in range(self.config.power_iterations):
+            is_first, is_last = iteration == 0, iteration + 1 == self.config.power_iterations
+            if (turn + iteration) % 2 == 0:
+                Q = yield from M.projections(bases, scale, f"Q {iteration}", add_error=is_first)  # Mᵀ P̂
+                Q, means = yield from messages.average(Q, as_sent=True)
+                found = [Factors((p, q), (p, q_mean)) for p, q, q_mean in zip(bases, Q, means, strict=True)]
+            else:
+                P = yield from M.products(bases, scale, f"P {iteration}", add_error=is_first)  # M Q̂
+                P, means = yield from messages.average(P, as_sent=True)
+                found = [
+                    Factors((p, q), (p_mean, q), projection=0)
+                    for p, q, p_mean in zip(P, bases, means, strict=True)
+                ]
+            for of_group, latest in zip(terms, found, strict=True):
+                of_group.append(latest)
+            # `reconstruct` writes to the residual what the last iteration has not sent, in one pass.
+            if not is_last:
+                M.kernels.subtract_own(list(map(Subtraction, M.groups, found)))
+                bases = yield from M.orthonormal(means, f"basis {iteration}")
+        return list[Terms](terms)
+
+    def _bind(self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], memory: Memory) -> BucketMatrices:
+        """Return gradients and residuals as matrices, bound anew only if something has moved."""
+        errors = list(map(memory[ERROR].get, self._compressed_names))
+        key = flat.data_ptr(), flat.dtype, choice()
+        M = self.workspace.M
+        if M is None or M.key != key or not all(map(is_, errors, M.errors)):
+            M = self._new_binding(flat, key, errors)
+        self.workspace.M = M if M.wide is None else None  # copies lie elsewhere in each step
+        for group, ((shape, _), indices) in zip(M.groups, self.shape_groups.items(), strict=True):
+            matrices = list(map(gradients.__getitem__, indices))
+            if M.wide is not None:
+                matrices = widened(matrices, M.wide)
+            group.matrices = [matrix.view(shape) for matrix in matrices]
+        return M
+
+    def _new_binding(
+        self, flat: torch.Tensor, key: object, errors: Sequence[torch.Tensor | None]
+    ) -> BucketMatrices:
+        kernels = kernels_for(flat, max(matrix_rank for _, matrix_rank in self.shape_groups))
+        # Between iterations what was sent is taken from the matrices, which 16 bits would round.
+        subtracts = self.alternating and self.config.power_iterations > 1
+        widens = subtracts or flat.dtype not in kernels.gradient_types
+        is_accelerator = accelerators.is_accelerator(flat.device)
+        groups, written = list[MatrixGroup](), list[Sequence[torch.Tensor] | None]()
+        remaining = iter(errors)
+        for (shape, matrix_rank), indices in self.shape_groups.items():
+            of_group = islice(remaining, len(indices))
+            shaped = [None if error is None else error.view(shape) for error in of_group]
+            known = [error for error in shaped if error is not None]
+            # Written where they lie, on accelerators as a batch; else `reconstruct` gets new ones.
+            is_whole = len(known) == len(shaped) and not (is_accelerator and stack_view(known) is None)
+            written.append(known if is_whole else None)
+            names = [self.names[index] for index in indices]
+            groups.append(MatrixGroup(names, (), known if is_whole else shaped, matrix_rank))
+        wide = self.memory_dtype if widens and flat.dtype != self.memory_dtype else None
+        return BucketMatrices(groups, kernels, flat.device, self.workspace, key, errors, written, wide)
+
+    def _reconstruct(
+        self,
+        bucket: Bucket,
+        gradients: Sequence[torch.Tensor],
+        memory: Memory,
+        M: BucketMatrices,
+        terms: Sequence[Terms],
+        is_healthy: torch.Tensor | None,
+    ) -> Round[None]:
+        """Make compressed gradients their mean; remember what this process has not sent."""
+        items, remains = list[Reconstruction](), memory[ERROR]
+        for group, of_group, written in zip(M.groups, terms, M.written, strict=True):
+            errors = written
+            if written is None and self.config.error_feedback:
+                errors = _copied_residuals(group, self.memory_dtype)
+            items.append(Reconstruction(group, errors, of_group, bucket.loss_scale, is_healthy))
+        yield Jointly(M.kernels.reconstruct, items, M.device)
+        for item in items:
+            if item.errors is not None and item.errors is not item.group.errors:
+                flat = [error.view(-1) for error in item.errors]
+                remains.update(zip(item.group.labels, flat, strict=True))
+        if M.wide is None:
+            return
+        # Rounding errors of wide copies go to the residual too.
+        copied = [
+            (gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
+            for item, indices in zip(items, self.shape_groups.values(), strict=True)
+            for index, name, matrix in zip(indices, item.group.labels, item.group.matrices, strict=True)
+        ]
+        round_all_into(copied, bucket.loss_scale, is_healthy)
+
+    def _new_state(
+        self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms], scale: torch.Tensor | None
+    ) -> Round[NewState]:
+        """Return what the bucket keeps behind the commit, in units of the unscaled loss."""
+        # Factors of the last iteration: the next step starts where this one has ended. What was sent of all:
+        # what a process has not sent is measured against all that it has.
+        factors, sent = list[torch.Tensor](), list[torch.Tensor]()
+        for first, *later in terms:
+            last = later[-1] if later else first
+            factors.append(last.mean[last.projection])
+            parts = first.sent[first.projection].flatten(1)
+            if later:
+                parts = torch.cat([parts, *(term.sent[term.projection].flatten(1) for term in later)], dim=1)
+            sent.append(parts)
+        if scale is not None:
+            divided = yield Jointly(all_divided, [(tensor, scale) for tensor in factors + sent], id(scale))
+            factors, sent = divided[: len(factors)], divided[len(factors) :]
+        new: NewState = {}
+        if self.config.warm_start:
+            new[FACTOR] = factors
+            bases = yield from bases_ahead(self.config, memory, M, factors)
+            if bases is not None:
+                new[BASIS] = bases
+        if self.config.error_feedback:
+            new[SENT] = sent
+        return new
+
+    def _places(
+        self,
+        memory: Memory,
+        M: BucketMatrices,
+        new: NewState,
+        start: Sequence[torch.Tensor],
+        is_healthy: torch.Tensor | None,
+    ) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Return where memory keeps the new state, that, and True: it stays in a step that is not healthy.
+
+        Then memory keeps the bases that the step has started from, too.
+        """
+        places = []
+        for slot, batches in new.items():
+            for group, batch, basis in zip(M.groups, batches, start, strict=True):
+                place = self.workspace.find_batch(memory, slot, group.labels, batch.shape)
+                if place is None:
+                    before: Sequence[torch.Tensor | None] = ()
+                    if is_healthy is not None:  # else this would have been closed, were the step not healthy
+                        before = basis.unbind() if slot is BASIS else [*map(memory[slot].get, group.labels)]
+                    place = self.workspace.place_batch(memory, slot, group.labels, batch, before)
+                places.append((place, batch, True))
+        return places
+
+
+def _write(
+    M: BucketMatrices,
+    writes: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
+    is_healthy: torch.Tensor | None,
+) -> Round[None]:
+    if accelerators.is_accelerator(M.device):
+        # For all buckets: one launch writes what all of them leave.
+        yield Jointly(M.kernels.write, [Write(*write, is_healthy) for write in writes], M.device)
+    else:
+        torch._foreach_copy_([target for target, _, _ in writes], [source for _, source, _ in writes])
+
+
+def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """Return tensors over their loss scale, for all buckets: a step has one scale for all of a device."""
+    return torch._foreach_div([tensor for tensor, _ in items], items[0][1])
+
+
+def _copied_residuals(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return new residuals of a group to write to, with the same contents."""
+    first, count = group.matrices[0], len(group.matrices)
+    buffers = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
+    for buffer, error in zip(buffers, group.errors, strict=True):
+        if error is not None:
+            buffer.copy_(error)
+    return buffers

@@ -1,0 +1,372 @@
+"""Elastic members: what users enter around a loop whose other members come and go."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from thinwire.algorithms import Algorithm, Quantize
+from thinwire.checks import number
+from thinwire.errors import AttachError, ConfigError, LeftError, StepError
+from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
+from thinwire.local_sgd.averager import Averager, ModelAverager
+from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.machine_group import MachineGroup
+from thinwire.local_sgd.groups.state_transfer import plain
+from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
+from thinwire.local_sgd.member_status import MembershipStats
+from thinwire.local_sgd.model_changes import ModelChanges, engines_of
+from thinwire.local_sgd.outer import Outer, check_outer
+from thinwire.local_sgd.replica import Replica
+from thinwire.local_sgd.saved_state import members_of
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
+from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.sync.precision import full_precision
+
+Entered = TypeVar("Entered", bound="Member")
+
+MANY_STEPS = 30
+
+
+class Member(Averager):
+    """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
+
+    _membership: ElasticMembership
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this member leaves after its next averaging."""
+        return self._membership.is_leaving
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this member has left."""
+        return self._membership.has_left
+
+    def membership(self) -> MembershipStats:
+        """Return who has come and gone so far, as this member has seen it."""
+        return replace(self._membership.stats)
+
+    def numbers(self) -> dict[str, float]:
+        """Return `membership()` by name, as a `thinwire.Watch` logs it."""
+        return {name: float(value) for name, value in vars(self._membership.stats).items()}
+
+    def leave(self) -> None:
+        """Leave after the next averaging, which takes over what this member has not transmitted."""
+        self._membership.is_leaving = True
+
+    @torch.inference_mode(False)
+    def __enter__(self: Entered) -> Entered:
+        """Join: wait until the others, and enough of them, are there, and start from what they hold.
+
+        With `elastic.Steps` it takes part in a step of the others, to which it adds nothing. After
+        `load_state_dict` it starts from the state, with all that have loaded it.
+        """
+        membership = self._membership
+        if self._model.entered:
+            raise StepError("this context has been entered before; make a new one")
+        with ExitStack() as attached:
+            attached.callback(membership.leave)
+            if self._loaded is not None:
+                self._contributor.start_from(self._loaded)
+                members = members_of(self._loaded)
+                membership.stand_at(members["lineage"], members["commits"])
+                self._loaded = None
+            self._model.enter(self._model.tensors())
+            # A state that can't be sent fails here, before training; else the first newcomer would stop all.
+            plain(membership.state())
+            attached.callback(setattr, self, "_is_inside", False)
+            # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
+            # left ends the process.
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if membership.group.leaves_on_sigterm and in_main_thread:
+                attached.enter_context(_on_sigterm(self.leave))
+            # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
+            with suppress(LeftError), full_precision(self._contributor.device):
+                membership.average()
+            self._is_inside = True
+            attached.enter_context(self._in_loop())
+            self._attached = attached.pop_all()
+        return self
+
+    @abstractmethod
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Watch the user's loop while this is open."""
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run: model, outer optimizer, residual, counts, lineage. Collective.
+
+        What is pending is averaged first, so the model is the last average. All members that are there take
+        part, those that do not call this at their next averaging; the residual becomes its mean over them,
+        here and in the state. So the states of all members that call it are the same but for the optimizers
+        inside, of which each has its own. Any number of members may resume from one.
+
+        Raises:
+            StepError: Outside the context.
+            LeftError: This member has left.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
+        """
+        self._check_inside("state_dict()")
+        with full_precision(self._contributor.device):
+            state = self._membership.state(self._membership.save())
+        copied: dict[str, Any] = plain(state)
+        return copy.deepcopy(copied)
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved by `state_dict`; before entering.
+
+        Members that have loaded it start from it together; those that have not take it over from them. The
+        model and (with `send_optimizer`) the optimizers become those of the state, on entry.
+
+        Raises:
+            StateError: It is not such a state, or is of a different model.
+            StepError: The context was entered already.
+        """
+        if self._model.entered:
+            raise StepError("load the state before the context is entered")
+        self._loaded = self._contributor.check_state(copy.deepcopy(state))
+
+
+class LocalSGD(ModelAverager, Member):
+    """Train each process by itself for some steps, then average with all members that are there.
+
+    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. If a member dies or
+    stands still for too long in an averaging, the others repeat it without that member, at once and with all
+    they have learnt since the last one. A member that joins, or comes back, waits on entry for the others'
+    next averaging. From it, it takes their model, outer optimizer and counters, to the bit, and the state of
+    one member's optimizers inside, as of their last steps.
+
+    Each member's change weighs as much as it has worked, in steps or in what the group's `weigh_by` says.
+    Its residual (what it has not transmitted) stays when others come or go. A member that leaves on purpose
+    (SIGTERM, or `leave()`) hands it over at its last averaging. Then the optimizer's step raises `LeftError`,
+    which the context swallows. The residual of a member that vanishes is lost; `membership()` and a warning
+    say how much.
+
+    Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
+
+    Args:
+        model: A module; of a member of several processes a DDP model, or one in parts.
+        optimizer: As of `thinwire.LocalSGD`, and so `algorithm` and `grad_scaler`.
+        every_steps: Steps from one averaging of a parameter to the next.
+        every_seconds: In its place, the time from one to the next: each member makes as many steps as it can,
+            and weighs as much, so slow machines hold no fast one back. `steps` are then those of the fastest.
+        group: Who is there; None for `TorchftGroup()`.
+        outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
+            by the number of members.
+        streaming: As of `thinwire.LocalSGD`. An averaging that has lost a member on its way is done again
+            when it is due, with all that the others have learnt until then.
+        warmup: Steps at the start after each of which models are averaged, without `outer`; None for none.
+            Its `algorithm` averages their changes in them, and what it has not transmitted goes,
+            uncompressed, with the last of these steps.
+
+    Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
+    136 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
+    and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
+    the group's `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model, or not all of it though
+            its state is sent.
+        AttachError: A model that is not on all processes of this member, or is all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        group: Group | None = None,
+        algorithm: Algorithm = EXACT,
+        outer: Outer | None = None,
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        if (every_steps is None) is (every_seconds is None):
+            raise ConfigError(
+                f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
+                "is due after this many steps of a member, or after this long"
+            )
+        # The least, for what follows from them: the outer momentum.
+        every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps
+        warmup = NO_WARMUP if warmup is None else warmup
+        schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
+        check_outer(outer)
+        schedule.check_gradient_settings(grad_scaler)
+        averaged, optimizers, group = joining(
+            model, optimizer, group, buffers=streaming.average_buffers, outer=outer
+        )
+        # If each process has a part, a mean is finite if those of all are.
+        health_group = group.inside if group.has_parts else None
+        engines = engines_of(averaged, schedule, algorithm, group.transport, health_group)
+        changes = ModelChanges(averaged, schedule, engines, optimizers, group)
+        super().__init__(changes, ElasticMembership(group, changes, type(self).__name__), grad_scaler)
+
+    def __str__(self) -> str:
+        return f"elastic.{super().__str__()}"
+
+    def count_work(self, amount: float) -> None:
+        """Add to what this member's change weighs in the next averaging, if the group weighs by "work".
+
+        Args:
+            amount: Of what this member has learnt from: tokens, say.
+
+        Raises:
+            ConfigError: It is not a number, or negative, or steps are what counts.
+            StepError: Outside the context.
+        """
+        if self._membership.group.weigh_by != "work":
+            raise ConfigError(
+                'count_work() is for a group with weigh_by="work"; here all steps count the same'
+            )
+        self._check_inside("count_work()")
+        added = float(number("amount", amount, minimum=0))
+        self._contributor.count_work(added)
+
+    @torch.inference_mode(False)
+    def __enter__(self) -> LocalSGD:
+        model = self._model
+        if not model.entered:
+            self._check_copies()
+            # The learning rate that goes by the number of members is chosen at every averaging.
+            model.divide(model.tensors(), self._schedule, 1, self._engine.algorithm)
+            for fragment in model.fragments:
+                fragment.set_last()
+            self._check_momentum(stacklevel=3)
+        return super().__enter__()
+
+    @torch.inference_mode(False)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
+        changes = self._contributor
+        with self._attached:
+            # Inside: the end of this block leaves the group, and the last averaging must come before.
+            if kind is None and changes.steps > changes.averaged_steps and not self.has_left:
+                self._model.loads.check()
+                with suppress(LeftError), full_precision(changes.device):
+                    if self._membership.is_open:
+                        self._membership.finish()
+                    self.leave()
+                    self._membership.average()
+        return kind is not None and issubclass(kind, LeftError) and self.has_left
+
+    def average(self) -> None:
+        """Average now with all who are there: what is pending, then each fragment. Collective.
+
+        With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
+        does not call it takes part at its next averaging, one fragment at a time.
+
+        Raises:
+            StepError: Outside the context, or this member's parameters are not finite, and it has left.
+            LeftError: This member has left.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
+        """
+        with self._collective("average()"):
+            self._model.loads.check()
+            if self._membership.is_open:
+                self._membership.finish()
+            is_warm_up = self._schedule.is_warm_up(self.steps)
+            for _ in range(1 if is_warm_up else len(self._model.fragments)):
+                self._membership.average()
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        self.average()
+        return super().state_dict()
+
+
+class DiLoCo(LocalSGD):
+    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+
+    `elastic.LocalSGD`, whose arguments it takes, with the outer step and the defaults of `thinwire.DiLoCo`:
+    every 30 steps, unless there is `every_seconds`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        every_steps: int | None = None,
+        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
+        outer: Outer | None = Nesterov(),  # noqa: B008
+        **settings: Any,
+    ) -> None:
+        if every_steps is None and settings.get("every_seconds") is None:
+            every_steps = MANY_STEPS
+        super().__init__(
+            model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer, **settings
+        )
+
+
+def joining(
+    model: nn.Module, optimizer: Optimizers, group: Group | None, *, buffers: bool, outer: Outer | None = None
+) -> tuple[AveragedModel, tuple[torch.optim.Optimizer, ...], Group]:
+    """Check a user's model and optimizers, and find the group."""
+    module, ddp = unwrapped(model)
+    if group is None:
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+    else:
+        num_processes = group.inside.size
+    meshes = (parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh"))
+    spanned = max((mesh.size() for mesh in meshes), default=1) if ddp is None else ddp.process_group.size()
+    if spanned != num_processes:
+        raise AttachError(
+            f"this member has {num_processes} processes but the model spans {spanned}. Pass its DDP model or "
+            "one of DTensors, and call init_process_group() for the member's processes only (docs/elastic.md)"
+        )
+    if group is None:
+        # Imported here: torchft is an extra, and a group of a different kind does without.
+        from thinwire.local_sgd.groups.torchft_group import TorchftGroup  # noqa: PLC0415
+
+        group = TorchftGroup()
+    replica = Replica()
+    if group.inside.size > 1:
+        group = MachineGroup(group, has_parts=ddp is None)
+        if ddp is None:
+            replica = replica_of(module, group.transport, has_subgroup=False)
+    averaged = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
+    tensors = averaged.tensors()
+    optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
+    if group.send_optimizer:
+        stepped = {id(parameter) for inner in optimizers for parameter in parameters_of(inner)}
+        others = [it.name for it in tensors if not it.is_buffer and id(it.tensor) not in stepped]
+        if others:
+            raise ConfigError(
+                f"{len(others)} trainable parameters (e.g. {others[0]!r}) are in no optimizer passed, and a "
+                "member that joins is given the state of these only; pass every optimizer or freeze them"
+            )
+    return averaged, optimizers, group
+
+
+@contextmanager
+def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` on SIGTERM while this is open."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        leave()
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        # None is a handler that was not installed from Python; it can't be put back from here.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)

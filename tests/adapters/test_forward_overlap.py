@@ -1,0 +1,373 @@
+"""Means that travel during the next forward pass: the numbers of `attach`, and no stale read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import thinwire
+from pool import are_alike, gathered, in_each_process
+from thinwire import Quantize
+from thinwire.adapters.forward_overlap import OverlappedSync
+from thinwire.errors import AttachError, ConfigError, StepError
+
+STEPS = 6
+BUCKET_MB = 0.004  # some buckets
+
+
+class Everything(nn.Module):
+    """Layers that are called, and parameters that are read in other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 24)
+        self.attention = nn.MultiheadAttention(
+            24, 2, batch_first=True
+        )  # reads out_proj, and does not call it
+        self.lstm = nn.LSTM(24, 24, batch_first=True)  # reads a list of its own
+        self.norm = nn.LayerNorm(24)
+        self.mlp = nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 24))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.lstm(x)[0]
+        x = x + self.mlp(self.norm(x)) * self.scale
+        logits: Tensor = x @ self.embed.weight.t()  # tied
+        return logits
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False),
+}
+
+
+def new_model(seed: int = 0) -> DistributedDataParallel:
+    torch.manual_seed(seed)
+    return DistributedDataParallel(
+        Everything(), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=bool(seed % 2)
+    )
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-2}]
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    draws = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    tokens = torch.randint(30, (4, 9), generator=draws)
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(
+    model: DistributedDataParallel,
+    optimizer: Optimizer,
+    *,
+    micro_batches: int = 1,
+) -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(STEPS):
+        for number in range(1, micro_batches):
+            with model.no_sync():
+                torch.autograd.backward(loss_of(model, step + 50 * number))
+        torch.autograd.backward(loss_of(model, step))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def flat_of(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def trained(
+    bits: int, optimizer: str, seed: int = 0, micro_batches: int = 1, *, overlapped: bool
+) -> tuple[DistributedDataParallel, thinwire.GradientSync]:
+    """Return a model that was trained by `overlap_forward`, or by `attach`."""
+    model = new_model(seed)
+    steps = OPTIMIZERS[optimizer](groups_of(model))
+    if overlapped:
+        sync: thinwire.GradientSync = thinwire.overlap_forward(model, Quantize(bits=bits), steps, poison=True)
+    else:
+        sync = thinwire.attach(model, Quantize(bits=bits), machines=False)
+    train(model, steps, micro_batches=micro_batches)
+    return model, sync
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("bits", "seed", "micro_batches"), [(4, 0, 1), (2, 1, 3)])
+@in_each_process(2)
+def test_numbers_are_those_of_attach(optimizer: str, bits: int, seed: int, micro_batches: int) -> None:
+    assert dist.get_world_size() == 2
+    attached, _ = trained(bits, optimizer, seed, micro_batches, overlapped=False)
+    overlapped, sync = trained(bits, optimizer, seed, micro_batches, overlapped=True)
+    for (name, weight), other in zip(attached.named_parameters(), overlapped.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    assert sync.steps == STEPS
+    assert sync.stats().compression_ratio > 32 / (bits + 2)
+    assert are_alike(gathered(flat_of(overlapped)))
+
+
+def overlapped(
+    model: DistributedDataParallel | None = None, **options: Any
+) -> tuple[DistributedDataParallel, Optimizer, OverlappedSync]:
+    model = new_model() if model is None else model
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    sync = thinwire.overlap_forward(model, Quantize(bits=4), optimizer, poison=True, **options)
+    return model, optimizer, sync
+
+
+def one_step(model: nn.Module, optimizer: Optimizer, step: int = 0) -> None:
+    torch.autograd.backward(loss_of(model, step))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@in_each_process(2)
+def test_gradients_are_clipped_by_the_norm_of_all_means(bits: int) -> None:
+    before, weights = flat_of(new_model()), []
+    for is_overlapped in (False, True):
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if is_overlapped:
+            thinwire.overlap_forward(model, Quantize(bits=bits), optimizer, clip_norm=0.1)
+        else:
+            thinwire.attach(model, Quantize(bits=bits), machines=False)
+        torch.autograd.backward(loss_of(model, 0))
+        if not is_overlapped:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        weights.append(flat_of(model))
+    assert (weights[0] - before).norm() == pytest.approx(0.1, rel=1e-4)
+    assert (weights[0] - weights[1]).norm() < 1e-6
+    assert are_alike([weights[1]])
+
+
+@in_each_process(2)
+def test_two_optimizers_share_a_model() -> None:
+    weights = []
+    for is_overlapped in (False, True):
+        model = new_model()
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        rest = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+        optimizers = [torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(rest, lr=0.01)]
+        if is_overlapped:
+            thinwire.overlap_forward(model, Quantize(bits=4), optimizers, poison=True)
+        else:
+            thinwire.attach(model, Quantize(bits=4), machines=False)
+        for step in range(STEPS):
+            torch.autograd.backward(loss_of(model, step))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(flat_of(model))
+    assert torch.equal(*weights)
+    optimizers[0].zero_grad()
+    torch.autograd.backward(loss_of(model, STEPS))
+    optimizers[0].step()
+    with pytest.raises(StepError, match="AdamW"):
+        loss_of(model, 0)
+    optimizers[1].step()
+    assert flat_of(model).isfinite().all()
+
+
+def state_of(model: DistributedDataParallel) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in model.module.state_dict().values()])
+
+
+READS: dict[str, Callable[[DistributedDataParallel, Optimizer], Tensor]] = {
+    "parameters": lambda model, _: flat_of(model),
+    "state_dict": lambda model, _: state_of(model),
+    "copy": lambda model, _: flat_of(copy.deepcopy(model.module)),
+    "average": lambda model, _: flat_of(torch.optim.swa_utils.AveragedModel(model.module)),
+    "evaluation": lambda model, _: model.module.eval()(torch.arange(5).view(1, -1)).detach().flatten(),
+    "attribute": lambda model, _: model.module.mlp[0].weight.detach().flatten(),
+    "optimizer": lambda model, optimizer: torch.cat(
+        [state["exp_avg"].flatten() for state in optimizer.state_dict()["state"].values()]
+    ),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@in_each_process(2)
+def test_what_is_read_between_steps_is_new(read: str) -> None:
+    attached = new_model()
+    thinwire.attach(attached, Quantize(bits=4), machines=False)
+    steps = OPTIMIZERS["adamw"](attached.parameters())
+    one_step(attached, steps)
+    model, optimizer, _ = overlapped()
+    one_step(model, optimizer)
+    if dist.get_rank():  # reads send nothing: here the other process makes none
+        return
+    found = READS[read](model, optimizer)
+    assert torch.equal(found, READS[read](attached, steps))
+
+
+@in_each_process(2)
+def test_a_tensor_that_is_held_is_new_after_flush() -> None:
+    model, optimizer, sync = overlapped()
+    held = next(model.parameters())
+    before = held.detach().clone()
+    one_step(model, optimizer)
+    assert held.isnan().all()  # poisoned: nobody has read it through its module
+    sync.flush()
+    assert held.isfinite().all()
+    assert not torch.equal(held, before)
+
+
+@in_each_process(2)
+def test_an_exception_in_the_forward_pass_loses_nothing() -> None:
+    model, optimizer, sync = overlapped()
+    one_step(model, optimizer)
+    if dist.get_rank() == 0:
+        with pytest.raises(IndexError):
+            model(torch.tensor([[99]]))
+    one_step(model, optimizer, 1)
+    assert are_alike([flat_of(model)])
+    assert sync.steps == 2
+
+
+@in_each_process(2)
+def test_a_pass_without_a_step_is_part_of_the_next_one_or_dropped() -> None:
+    weights = []
+    for is_overlapped in (False, True):
+        model = new_model()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        if is_overlapped:
+            thinwire.overlap_forward(model, Quantize(bits=8), optimizer)
+        else:
+            thinwire.attach(model, Quantize(bits=8), machines=False)
+        torch.autograd.backward(loss_of(model, 0))
+        optimizer.zero_grad()  # dropped
+        one_step(model, optimizer, 1)
+        optimizer.zero_grad()
+        one_step(model, optimizer, 2)
+        weights.append(flat_of(model))
+    assert torch.equal(*weights)
+
+
+@in_each_process(2)
+def test_detaching_gives_the_optimizer_back() -> None:
+    model, optimizer, sync = overlapped()
+    one_step(model, optimizer)
+    sync.detach()
+    after = flat_of(model)
+    assert after.isfinite().all()
+    assert type(model.module._parameters) is dict
+    assert "step" not in vars(optimizer)
+    optimizer.zero_grad()
+    one_step(model, optimizer, 1)
+    assert not torch.equal(flat_of(model), after)
+    assert are_alike([flat_of(model)])
+    assert sync.steps == 1
+
+
+@in_each_process(2)
+def test_state_is_saved_between_steps() -> None:
+    model, optimizer, sync = overlapped()
+    one_step(model, optimizer)
+    state = sync.state_dict()
+    one_step(model, optimizer, 1)
+    sync.load_state_dict(state)
+    assert sync.steps == 1
+
+
+@in_each_process(2)
+def test_changed_gradients_are_refused() -> None:
+    model, optimizer, _ = overlapped()
+    torch.autograd.backward(loss_of(model, 0))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(StepError, match="clip_norm"):
+        optimizer.step()
+    scaler = GradScaler("cpu")
+    optimizer.zero_grad()
+    torch.autograd.backward(scaler.scale(loss_of(model, 0)))
+    with pytest.raises(StepError, match="GradScaler"):
+        scaler.step(optimizer)
+    torch.autograd.backward(loss_of(model, 0))
+    with pytest.raises(StepError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+class Held(nn.Module):
+    """Uses a parameter that it does not read in the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.held = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x @ self.held[0] + self.layer.bias
+        return out
+
+
+@in_each_process(2)
+def test_a_parameter_that_was_used_past_its_module_is_refused() -> None:
+    model = DistributedDataParallel(Held(), bucket_cap_mb=1e-5)
+    model, optimizer, _ = overlapped(model)
+    for step in range(2):  # in the first one all are in one bucket
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if step == 0:
+            flat_of(model)
+    with pytest.raises(StepError, match=r"layer\.weight"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+class Foreign(Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    "low rank": (ConfigError, lambda: attempt(thinwire.PowerSGD())),
+    "residual": (ConfigError, lambda: attempt(Quantize(bits=2, error_feedback=True))),
+    "clip": (ConfigError, lambda: attempt(clip_norm=0.0)),
+    "unused": (ConfigError, lambda: attempt(find_unused_parameters=True)),
+    "static": (ConfigError, lambda: attempt(static_graph=True)),
+    "foreign": (AttachError, lambda: attempt(optimizer=Foreign)),
+    "lbfgs": (AttachError, lambda: attempt(optimizer=torch.optim.LBFGS)),
+    "part": (AttachError, lambda: attempt(optimizer=lambda p: torch.optim.SGD(list(p)[1:], lr=0.1))),
+    "more": (
+        AttachError,
+        lambda: attempt(optimizer=lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1)),
+    ),
+    "compiled": (AttachError, lambda: attempt(wrap=partial(torch.compile, backend="eager"))),
+    "plain": (AttachError, lambda: thinwire.overlap_forward(Held(), Quantize(), Foreign([torch.ones(1)]))),
+}
+
+
+def attempt(
+    algorithm: thinwire.algorithms.Algorithm = Quantize(bits=4),  # noqa: B008 - frozen
+    optimizer: Callable[[Any], Optimizer] = OPTIMIZERS["sgd"],
+    wrap: Callable[[Any], Any] = lambda module: module,
+    clip_norm: float | None = None,
+    **options: Any,
+) -> object:
+    model = DistributedDataParallel(wrap(nn.Linear(4, 4)), **options)
+    return thinwire.overlap_forward(model, algorithm, optimizer(model.parameters()), clip_norm=clip_norm)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@in_each_process(2)
+def test_what_can_not_wait_is_refused(case: str) -> None:
+    error, refused = REFUSED[case]
+    with pytest.raises(error):
+        refused()
