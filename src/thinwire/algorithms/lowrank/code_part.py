@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from thinwire.algorithms.base import Memory
 from thinwire.algorithms.code_rounds import CodedPart, average_codes
 from thinwire.algorithms.lowrank.bases import random_rows, resized
 from thinwire.algorithms.lowrank.slots import FACTOR
-from thinwire.algorithms.requests import CollectiveRequest
+from thinwire.algorithms.requests import Round
 from thinwire.kernels.base import CodeKernels, Kernels
 from thinwire.kernels.dispatch import kernels_for, name_of_kernels_for
 from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Rows, Subtraction
@@ -91,7 +91,7 @@ class LowRankPart:
 
     def take_out(
         self, values: torch.Tensor, memory: Memory, codes: CodeKernels, rank: int
-    ) -> Generator[tuple[CollectiveRequest, ...], Any, TakenOut]:
+    ) -> Round[TakenOut]:
         """Leave of the matrices M in flat values what their low-rank part, as it is sent, leaves.
 
         1. P ← M Q, with Q an orthonormal basis of the R that the step before has left.
