@@ -36,7 +36,6 @@ from thinwire.adapters.ddp_model import (
 )
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
-from thinwire.algorithms.requests import AllGather
 from thinwire.comm import Message, ProcessGroupTransport, Work
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
@@ -342,7 +341,8 @@ class ForwardAdapter:
         self._left_by_backward: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
         self._sent: Step | None = None  # until all its means are taken
         self._pending: dict[nn.Parameter, PendingBucket] = {}  # of that step, those that were not stepped yet
-        self._norm: tuple[Work, torch.Tensor] | None = None  # of the means that were sent, squared
+        self._norm: tuple[Work, torch.Tensor] | None = None  # on its way, squared
+        self._scale: torch.Tensor | None = None  # that clips the means
         self._specs: dict[tuple[int, ...], Specs] = {}  # by the parameters of a bucket
         self._modules: list[nn.Module] = []
         self._handles: list[Any] = []
@@ -456,9 +456,9 @@ class ForwardAdapter:
         """Send the sum of squares of what this process has averaged; it is before the means on the link."""
         squares = torch.zeros((), dtype=torch.float64)
         for request, bucket in zip(requests, buckets, strict=True):
-            if isinstance(request, AllGather):
+            if isinstance(request, tuple):  # the means' codes; without, the bucket is empty
                 plan = cast(QuantizePlan, bucket.state.plan)
-                squares += plan.squared_norm(request.tensor, self.engine.transport.rank).cpu()
+                squares += plan.squared_norm(request[0].tensor, self.engine.transport.rank).cpu()
         flat = squares.view(1)
         return self.engine.wire.start(Message("all_reduce", flat, flat, "the norm", "sum")), flat
 
@@ -480,14 +480,16 @@ class ForwardAdapter:
                 work, squares = self._norm
                 work.wait()
                 scale = self._clip_norm / (squares.sqrt() + 1e-6)
-                bucket.mean.mul_(scale.clamp(max=1.0).to(bucket.mean))
+                self._scale, self._norm = scale.clamp(max=1.0), None
+            if self._scale is not None:
+                bucket.mean.mul_(self._scale.to(bucket.mean))
             for deferred in self._optimizers:
                 deferred.step(bucket)
         if not self._pending:
             self._sent.end()
             for deferred in self._optimizers:
                 deferred.is_deferred = False
-            self._sent = self._norm = None
+            self._sent = self._scale = None
 
     def flush(self) -> None:
         """Step all parameters that wait for it."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms.requests import AllGather, AllToAll, CollectiveRequest, Round
+from thinwire.algorithms.requests import AllGather, AllToAll, Round
 from thinwire.kernels.base import CodeKernels, MeanArgs
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded
@@ -32,18 +32,11 @@ def average_codes(
     An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded twice:
     by its member, and as a mean.
     """
-    rows = yield from _answers([AllToAll(part.sent.message) for part in parts])
+    rows = yield tuple(AllToAll(part.sent.message) for part in parts)
     means = []
     for part, row in zip(parts, rows, strict=True):
         blocks, received = part.blocks, Coded.arrived(row, part.blocks.share)
         args = MeanArgs(received, blocks, blocks.shares[rank], part.codebook, part.draws, part.lost, dtype)
         means.append(kernels.averaged(args))
-    gathered = yield from _answers([AllGather(mean.message.view(-1)) for mean in means])
+    gathered = yield tuple(AllGather(mean.message.view(-1)) for mean in means)
     return [Coded.arrived(message, part.blocks.share) for part, message in zip(parts, gathered, strict=True)]
-
-
-def _answers(requests: Sequence[CollectiveRequest]) -> Round[Sequence[torch.Tensor]]:
-    if len(requests) == 1:
-        return [(yield requests[0])]
-    answers: Sequence[torch.Tensor] = yield tuple(requests)
-    return answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -34,10 +34,17 @@ def gains_by_low_rank(spec: ParameterSpec, matrix_rank: int, bits: int) -> bool:
     return FACTOR_BITS * matrix_rank * sum(shape) <= bits * spec.numel
 
 
+class Matrices(NamedTuple):
+    """M, the gradients that gain, in groups of one shape."""
+
+    groups: list[MatrixGroup]
+    kernels: Kernels
+
+
 class TakenOut(NamedTuple):
     """A step's factors: P̂, the same on all members, and what this member has coded of R = Mᵀ P̂."""
 
-    M: list[MatrixGroup]
+    M: Matrices
     P: list[torch.Tensor]
     received: Coded  # the mean of P: it must be finite
     R: CodedPart
@@ -53,9 +60,6 @@ class LowRankPart:
     block: int  # elements that share a scale
     num_members: int
     seed: int  # of the first basis
-    _drawn: dict[tuple[int, torch.device], torch.Tensor] = field(
-        default_factory=dict, compare=False, repr=False
-    )
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], list[int]]:
@@ -98,15 +102,15 @@ class LowRankPart:
         2. P ← mean of P, in 8 bits: two rounds. P̂ ← orthonormal basis of P.
         3. R ← Mᵀ P̂, this member's own, in 8 bits; M ← M − P̂ Rᵀ. R travels beside the codes of that.
         """
-        M, kernels, (left, right) = self._matrices(values), self._kernels(values), self.blocks
-        P = kernels.products(_batches(M, self._bases(M, kernels, memory)))
+        M, (left, right) = self._matrices(values), self.blocks
+        P = M.kernels.products(_batches(M, self._bases(memory, M)))
         sent = codes.encoded(_flat(P), left, CODEBOOK, None)
         (received,) = yield from average_codes(codes, [CodedPart(sent, left, CODEBOOK)], rank, values.dtype)
         P = self._decoded(received, 0, codes, values)
-        P = kernels.orthonormal_rows([Rows(rows) for rows in P])
-        R = kernels.projections(_batches(M, P))
+        P = M.kernels.orthonormal_rows([Rows(rows) for rows in P])
+        R = M.kernels.projections(_batches(M, P))
         sent = codes.encoded(_flat(R), right, CODEBOOK, None)
-        kernels.subtract_own(_products(M, P, self._decoded(sent, 1, codes, values)))
+        _subtract(M, P, self._decoded(sent, 1, codes, values))
         return TakenOut(M, P, received, CodedPart(sent, right, CODEBOOK))
 
     def put_back(
@@ -114,35 +118,28 @@ class LowRankPart:
     ) -> None:
         """Behind the commit: M ← M + P̂ R̄ᵀ, and memory keeps R̄, in units of the unscaled loss."""
         R = self._decoded(mean, 1, codes, part.P[0])
-        self._kernels(R[0]).subtract_own(_products(part.M, part.P, [-rows for rows in R]))
-        for group, rows in zip(part.M, R, strict=True):
+        _subtract(part.M, part.P, [-rows for rows in R])
+        for group, rows in zip(part.M.groups, R, strict=True):
             kept = rows.clone() if scale is None else rows / scale
             memory[FACTOR].update(zip(group.labels, kept.unbind(), strict=True))
 
-    def _kernels(self, like: torch.Tensor) -> Kernels:
-        return kernels_for(like, self.matrix_rank)
-
-    def _bases(self, M: list[MatrixGroup], kernels: Kernels, memory: Memory) -> list[torch.Tensor]:
-        """Return an orthonormal basis of what memory has; rows that it lacks, or that died, are drawn."""
+    def _bases(self, memory: Memory, M: Matrices) -> list[torch.Tensor]:
+        """Return bases of the R that memory has, with random rows, the same on all, in place of zeros."""
         items = []
-        for group in M:
-            matrix = group.matrices[0]
-            key = matrix.shape[1], matrix.device
-            if key not in self._drawn:
-                rows = random_rows(self.seed, (self.matrix_rank, matrix.shape[1]), matrix.device)
-                self._drawn[key] = rows.to(matrix.dtype)
-            drawn = self._drawn[key]
-            factors = [resized(memory[FACTOR].get(label), drawn) for label in group.labels]
-            items.append(Rows(torch.stack(factors), drawn))
-        return kernels.orthonormal_rows(items)
+        for group in M.groups:
+            like = group.matrices[0]
+            drawn = random_rows(self.seed, (self.matrix_rank, like.shape[1]), like.device).to(like.dtype)
+            rows = [resized(memory[FACTOR].get(label), drawn) for label in group.labels]
+            items.append(Rows(torch.stack(rows), drawn))
+        return M.kernels.orthonormal_rows(items)
 
-    def _matrices(self, values: torch.Tensor) -> list[MatrixGroup]:
+    def _matrices(self, values: torch.Tensor) -> Matrices:
         parts = values.split_with_sizes([spec.numel for spec in self.specs])
         groups = []
         for shape, indices in self.groups.items():
             names, matrices = [self.specs[i].name for i in indices], [parts[i].view(shape) for i in indices]
             groups.append(MatrixGroup(names, matrices, [None] * len(indices), self.matrix_rank))
-        return groups
+        return Matrices(groups, kernels_for(values, self.matrix_rank))
 
     def _decoded(self, coded: Coded, side: int, codes: CodeKernels, like: torch.Tensor) -> list[torch.Tensor]:
         """Return the factors of each group, (matrices, r, rows or columns)."""
@@ -157,13 +154,13 @@ def _flat(factors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([factor.flatten() for factor in factors])
 
 
-def _batches(M: Sequence[MatrixGroup], factors: Sequence[torch.Tensor]) -> list[MatmulBatch]:
-    pairs = zip(M, factors, strict=True)
+def _batches(M: Matrices, factors: Sequence[torch.Tensor]) -> list[MatmulBatch]:
+    pairs = zip(M.groups, factors, strict=True)
     return [MatmulBatch(group, factor, None, add_error=False) for group, factor in pairs]
 
 
-def _products(
-    M: Sequence[MatrixGroup], P: Sequence[torch.Tensor], R: Sequence[torch.Tensor]
-) -> list[Subtraction]:
+def _subtract(M: Matrices, P: Sequence[torch.Tensor], R: Sequence[torch.Tensor]) -> None:
     pairs = zip(P, R, strict=True)
-    return [Subtraction(group, Factors(pair, pair)) for group, pair in zip(M, pairs, strict=True)]
+    M.kernels.subtract_own(
+        [Subtraction(g, Factors(pair, pair)) for g, pair in zip(M.groups, pairs, strict=True)]
+    )
