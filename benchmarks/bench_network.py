@@ -304,12 +304,10 @@ def work(arguments: argparse.Namespace) -> NoReturn:
         for name in arguments.contenders
     }
     if arguments.timeline:
-        draw = whole_steps.batches(arguments.size)
-        pictures = {
-            name: timeline.take(trainer, draw, arguments.setting) for name, trainer in trainers.items()
-        }
+        (trainer,) = trainers.values()
+        picture = timeline.take(trainer, whole_steps.batches(arguments.size), arguments.setting)
         of_hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_hosts, {name: asdict(picture) for name, picture in pictures.items()})
+        dist.all_gather_object(of_hosts, asdict(picture))
         leave_job(of_hosts, arguments.work)
     whole_steps.take_part(arguments, trainers, KEPT, UNTIMED_STEPS)
 
@@ -357,24 +355,18 @@ def draw_timelines(arguments: argparse.Namespace, names: list[str]) -> None:
     """Write a page that shows one step of each contender, host by host."""
     sections = []
     for rate in arguments.rates:
-        script = [
-            __file__,
-            "--timeline",
-            f"--setting={rate}",
-            f"--size={arguments.size}",
-            "--contenders",
-            *names,
-        ]
-        found = run_in_lab(arguments.hosts[0], rate, script, latency=arguments.latency)
         sections.append(f"## {rate}, round trips of {arguments.latency}")
         for name in names:
-            pictures = {
-                f"host {rank}": timeline.Picture(**of_host[name]) for rank, of_host in enumerate(found)
-            }
-            file_name = f"{rate}-{arguments.latency}-{name.partition(')')[0].partition('=')[2]}-bits"
-            picture = timeline.drawn(pictures, f"{name}, {rate}", "timeline", file_name)
+            script = [__file__, "--timeline", f"--setting={rate}", f"--size={arguments.size}"]
+            found = run_in_lab(
+                arguments.hosts[0], rate, [*script, f"--contenders={name}"], latency=arguments.latency
+            )
+            pictures = {f"host {rank}": timeline.Picture(**picture) for rank, picture in enumerate(found)}
+            parts = ("timeline", arguments.latency, rate, "".join(filter(str.isalnum, name)))
+            picture = timeline.drawn(pictures, f"{name}, {rate}", *parts)
             sections += [timeline.section(name, pictures), f"![a step]({picture})"]
-    print(save(page("Where the time of a step goes", timeline.EXPLANATION, *sections), "timeline"))
+    text = page("Where the time of a step goes", timeline.EXPLANATION, *sections)
+    print(save(text, "timeline", arguments.latency))
 
 
 def compare(runs: Runs, settings: list[Setting], name: str) -> None:

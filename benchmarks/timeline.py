@@ -140,10 +140,6 @@ def section(name: str, pictures: Mapping[str, Picture]) -> str:
     """Return a host's buckets, and the longest times without a byte on its link, as text."""
     parts = [f"### {name}"]
     for host, picture in pictures.items():
-        rows = [
-            [label.removeprefix("thinwire: "), f"{start:.0f}", f"{end:.0f}", f"{end - start:.1f}"]
-            for label, start, end in picture.ranges
-        ]
         gaps = sorted(picture.idle(), key=lambda gap: gap[0] - gap[1])[:4]
         idle = [
             [f"{picture.doing(start, end)}", f"{start:.0f}", f"{end:.0f}", f"{end - start:.1f}"]
@@ -156,9 +152,16 @@ def section(name: str, pictures: Mapping[str, Picture]) -> str:
             f"**{host}**: a step of {picture.step_ms:.0f} ms; the link sends for {sending:.0f} ms, between "
             f"{first:.0f} and {last:.0f} ms. The longest times in which it does not:",
             markdown_table(["the host does", "from, ms", "to, ms", "ms"], idle),
-            "All that Thinwire does:",
-            markdown_table(["", "from, ms", "to, ms", "ms"], rows),
         ]
+    first_host, picture = next(iter(pictures.items()))
+    rows = [
+        [label.removeprefix("thinwire: "), f"{start:.0f}", f"{end:.0f}", f"{end - start:.1f}"]
+        for label, start, end in picture.ranges
+    ]
+    parts += [
+        f"All that Thinwire does on {first_host}:",
+        markdown_table(["", "from, ms", "to, ms", "ms"], rows),
+    ]
     return "\n\n".join(parts)
 
 

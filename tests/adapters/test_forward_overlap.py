@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ import thinwire
 from pool import are_alike, gathered, in_each_process
 from thinwire import Quantize
 from thinwire.adapters.forward_overlap import OverlappedSync
-from thinwire.errors import AttachError, ConfigError, StepError
+from thinwire.errors import AttachError, CommunicationError, ConfigError, StepError
+from thinwire.sync.step import Step
 
 STEPS = 6
 BUCKET_MB = 0.004  # some buckets
@@ -197,6 +199,7 @@ READS: dict[str, Callable[[DistributedDataParallel, Optimizer], Tensor]] = {
     "copy": lambda model, _: flat_of(copy.deepcopy(model.module)),
     "average": lambda model, _: flat_of(torch.optim.swa_utils.AveragedModel(model.module)),
     "evaluation": lambda model, _: model.module.eval()(torch.arange(5).view(1, -1)).detach().flatten(),
+    "inference": torch.inference_mode()(lambda model, _: model.module(torch.arange(5).view(1, -1)).flatten()),
     "attribute": lambda model, _: model.module.mlp[0].weight.detach().flatten(),
     "optimizer": lambda model, optimizer: torch.cat(
         [state["exp_avg"].flatten() for state in optimizer.state_dict()["state"].values()]
@@ -241,6 +244,18 @@ def test_an_exception_in_the_forward_pass_loses_nothing() -> None:
     one_step(model, optimizer, 1)
     assert are_alike([flat_of(model)])
     assert sync.steps == 2
+
+
+@in_each_process(2)
+def test_a_mean_that_did_not_come_is_never_taken_for_come() -> None:
+    model, optimizer, sync = overlapped()
+    one_step(model, optimizer)
+    with patch.object(Step, "take", side_effect=CommunicationError("lost")):
+        for _ in range(2):
+            with pytest.raises(CommunicationError):
+                loss_of(model, 1)
+    sync.flush()
+    assert are_alike([flat_of(model)])
 
 
 @in_each_process(2)

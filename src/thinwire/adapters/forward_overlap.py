@@ -13,9 +13,8 @@ forward pass. What a layer computes with is what it would have computed with: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -34,6 +33,7 @@ from thinwire.adapters.ddp_model import (
     names_of,
     wrong_model,
 )
+from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.comm import Message, ProcessGroupTransport, Work
@@ -51,8 +51,6 @@ from thinwire.torch_private import (
     put_parameters,
     version_of,
 )
-
-ParameterDict = dict[str, nn.Parameter | None]
 
 
 def overlap_forward(
@@ -202,129 +200,6 @@ class PendingBucket:
             yield parameter, part.as_strided(spec.shape, spec.stride)
 
 
-class DeferredOptimizer:
-    """An optimizer whose `step()` was taken over: it steps some at a time, as of an earlier call."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, poison: bool) -> None:
-        self.optimizer, self._poison = optimizer, poison
-        self.is_deferred = False  # whether step() was called since the last backward pass
-        self._before, self._step = vars(optimizer).get("step"), optimizer.step
-        self._settings: list[dict[str, Any]] = []  # of each group, when step() was called
-        self._values: dict[nn.Parameter, torch.Tensor] = {}  # of those that are poisoned
-
-    def take_over(self, send: Callable[[], bool]) -> None:
-        """Let the optimizer's `step()` call another function, and step later if that has sent gradients."""
-
-        def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
-            if closure is not None:
-                kind = type(optimizer).__name__
-                raise StepError(f"{kind}.step(closure) can't wait; call backward(), then step()")
-            if send():
-                self._defer()
-
-        # A method, as schedulers of learning rates expect.
-        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
-
-    def check_called(self) -> None:
-        """Refuse to step parameters for which this optimizer's `step()` is still to come."""
-        if not self.is_deferred:
-            raise StepError(
-                f"a parameter was read before {type(self.optimizer).__name__}.step() was called, and after "
-                "that of another optimizer; call one right after the other"
-            )
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters of the optimizer."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
-
-    def _defer(self) -> None:
-        # Learning rates, and all else that groups have now.
-        self.is_deferred = True
-        self._settings = [_settings_of(group) for group in self.optimizer.param_groups]
-        for parameter in self.parameters() if self._poison else ():
-            self._values[parameter] = parameter.detach().clone()
-            parameter.detach().fill_(torch.nan)
-
-    def step(self, bucket: PendingBucket) -> None:
-        """Step a bucket's parameters alone, with the settings that were taken note of."""
-        optimizer, chosen = self.optimizer, set(bucket.parameters)
-        before = [(group, dict(group)) for group in optimizer.param_groups]
-        gradients_before = [parameter.grad for parameter in bucket.parameters]
-        try:
-            for (group, _), settings in zip(before, self._settings, strict=True):
-                group.update(settings)
-                group["params"] = [parameter for parameter in group["params"] if parameter in chosen]
-            for parameter, gradient in bucket.gradients():
-                parameter.grad = gradient
-                if parameter in self._values:
-                    parameter.detach().copy_(self._values.pop(parameter))
-            device = bucket.mean.device.type
-            with torch.autocast(device, enabled=False):  # of the forward pass that reads them
-                self._step()
-        finally:
-            for group, was in before:
-                group.update(was)
-            for parameter, gradient_before in zip(bucket.parameters, gradients_before, strict=True):
-                parameter.grad = gradient_before
-
-    def give_back(self) -> None:
-        """Let `step()` be the optimizer's own again."""
-        del self.optimizer.step
-        if self._before is not None:  # a learning rate scheduler's
-            self.optimizer.step = self._before  # type: ignore[method-assign]
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    # Copied, since a scheduler may fill a learning rate that is a tensor.
-    kept = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
-
-
-def _start_equals(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = (tensor.detach().flatten()[:100] for tensor in (one, other))
-    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
-
-
-class ReadParameters(ParameterDict):
-    """A module's parameters, which are stepped before anyone reads them."""
-
-    # Not hooks on modules alone: attention reads the weight of a layer that it never calls, and so do tied
-    # heads. `dict(…)` would copy past `items`, but for `__iter__`.
-
-    def __init__(self, parameters: ParameterDict, step: Any) -> None:
-        super().__init__(parameters)
-        self._step = step
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        self._step(super().__getitem__(name))
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._step(super().get(name))
-        return super().get(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()
-
-    def items(self) -> Any:
-        self.step_all()
-        return super().items()
-
-    def values(self) -> Any:
-        self.step_all()
-        return super().values()
-
-    def step_all(self, *_: object) -> None:
-        """Step those that wait; called too before the forward pass of a module that keeps a list of them."""
-        for parameter in super().values():
-            self._step(parameter)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copied module is no longer this optimizer's.
-        return dict, (dict(self.items()),)
-
-
 class ForwardAdapter:
     """Sends codes from DDP's buckets, and steps the optimizer bucket by bucket as parameters are read."""
 
@@ -472,8 +347,6 @@ class ForwardAdapter:
         assert self._sent is not None
         for deferred in self._optimizers:
             deferred.check_called()
-        for parameter in bucket.parameters:  # first: whoever steps them reads them
-            self._pending.pop(parameter)
         with torch.no_grad(), torch.inference_mode(False):
             self._sent.take(bucket.number)
             if self._clip_norm is not None and self._norm is not None:
@@ -484,7 +357,10 @@ class ForwardAdapter:
             if self._scale is not None:
                 bucket.mean.mul_(self._scale.to(bucket.mean))
             for deferred in self._optimizers:
-                deferred.step(bucket)
+                deferred.step(dict(bucket.gradients()))
+        # Only now: had the means not come, whoever reads a parameter again would take it for a new one.
+        for parameter in bucket.parameters:
+            self._pending.pop(parameter)
         if not self._pending:
             self._sent.end()
             for deferred in self._optimizers:
@@ -505,6 +381,11 @@ class ForwardAdapter:
             handle.remove()
         for deferred in self._optimizers:
             deferred.give_back()
+
+
+def _start_equals(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = (tensor.detach().flatten()[:100] for tensor in (one, other))
+    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 class OverlappedSync(GradientSync):
