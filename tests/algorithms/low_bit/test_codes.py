@@ -271,16 +271,6 @@ def test_equal_magnitudes_come_back(bits: int, length: int, kernels: CodeKernels
     torch.testing.assert_close(coded_twice(kernels, flat, 64, bits, 3), flat, rtol=2**-6, atol=0)
 
 
-@every_bits
-@pytest.mark.parametrize("length", [64, 128, 4096])
-def test_one_outlier_beside_nothing(bits: int, length: int, kernels: CodeKernels) -> None:
-    for others in (0.0, 1e-3, 0.01, 0.1, 0.3):
-        flat = torch.full((length,), others)
-        flat[7] = 1
-        found = coded_twice(kernels, flat, length, bits, 3)
-        assert (found - flat).double().norm() < flat.double().norm()
-
-
 def test_the_reach_keeps_codes_near_those_of_the_first_round() -> None:
     """The largest has the last level; in the second round none is raised by twice as much as another."""
     for bits in (2, 3):
