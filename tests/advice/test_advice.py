@@ -154,6 +154,11 @@ def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
     faster = str(advice_of(low, careful=(plain, quick)))
     assert "A step takes 60.0 ms, with DDP as it is 100.0 ms, without any" in faster
     assert "A step still waits 50.0 ms for messages: LocalSGD and DiLoCo average" in faster
+    assert "Another optimizer" not in faster
+    with_adamw = replace(advice_of(low, careful=(plain, quick)), optimizer="AdamW")
+    assert "Another optimizer, Muon in LocalSGD(every_steps=5, algorithm=TopK()), would wait" in str(
+        with_adamw
+    )
 
 
 def test_where_averaging_takes_nothing_there_is_nothing_to_win() -> None:
@@ -169,7 +174,7 @@ def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximatio
     careful = [code for code, variant in variants.items() if variant.keeps_16_bits]
     assert careful == ["AllReduce()", BASELINE]
     few_bits = [code for code in variants if code.startswith("Quantize")]
-    assert few_bits == [f"Quantize(bits={bits})" for bits in (8, 4, 2)]
+    assert few_bits == [f"Quantize(bits={bits})" for bits in (8, 6, 4, 2)]
     assert any(code.startswith("TopK") for code in variants)
     for code, variant in variants.items():
         assert eval(code, PUBLIC) == variant.algorithm

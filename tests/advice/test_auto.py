@@ -47,10 +47,10 @@ def chooser_for(optimizer: str, budget_loss: float = 0.005, total_steps: int | N
         ("SGD", 300, 0.01, ["PowerSGD(matrix_rank=16)"]),
         ("SGD", 400, 0.005, ["PowerSGD(matrix_rank=16)"]),
         # Gaps of +0.1 and −0.3 % are none, so neither is beyond any budget.
-        ("AdamW", 2000, 0.001, [f"Quantize(bits={bits})" for bits in (8, 4, 2)]),
+        ("AdamW", 2000, 0.001, [f"Quantize(bits={bits})" for bits in (8, 6, 4, 2)]),
         # Two bits lost three per cent in short runs, and it is not known that this one is longer.
-        ("AdamW", 400, 0.005, [f"Quantize(bits={bits})" for bits in (8, 4)]),
-        ("AdamW", None, 0.005, [f"Quantize(bits={bits})" for bits in (8, 4)]),
+        ("AdamW", 400, 0.005, [f"Quantize(bits={bits})" for bits in (8, 6, 4)]),
+        ("AdamW", None, 0.005, [f"Quantize(bits={bits})" for bits in (8, 6, 4)]),
         # No one has measured so short a run.
         ("AdamW", 130, 0.2, []),
     ],

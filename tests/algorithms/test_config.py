@@ -48,7 +48,6 @@ BAD: dict[type[Algorithm], dict[str, list[Any]]] = {
         "block": [0, 24, 4112],
         "rounding": ["up"],
         "error_feedback": [2],
-        "low_rank": [-1, 0.2, True],
         "seed": [-1],
     },
 }

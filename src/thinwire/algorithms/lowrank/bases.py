@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.algorithms.base import Memory, Slot
-from thinwire.algorithms.lowrank.matrices import BucketMatrices, Round
+from thinwire.algorithms.lowrank.matrices import BucketMatrices
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
+from thinwire.algorithms.requests import Round
 from thinwire.kernels.matrices import Rows
 from thinwire.tensors import accelerators
 

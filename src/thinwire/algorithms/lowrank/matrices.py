@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from thinwire.algorithms.base import Memory, Slot
-from thinwire.algorithms.requests import CollectiveRequest, Jointly, Request
+from thinwire.algorithms.requests import Jointly, Round
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows
 from thinwire.tensors import accelerators
-
-Answer = TypeVar("Answer")
-Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
-"""A part of an exchange: it yields requests and returns their result."""
 
 
 class Workspace:

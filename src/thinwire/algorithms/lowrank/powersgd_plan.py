@@ -14,11 +14,11 @@ import torch
 from thinwire.algorithms.base import Bucket, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
 from thinwire.algorithms.lowrank.bases import bases_ahead, starting_bases
-from thinwire.algorithms.lowrank.matrices import BucketMatrices, Round, Workspace
+from thinwire.algorithms.lowrank.matrices import BucketMatrices, Workspace
 from thinwire.algorithms.lowrank.messages import FactorMessages
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests, Round
 from thinwire.kernels.dispatch import choice, kernels_for
 from thinwire.kernels.matrices import (
     Factors,
