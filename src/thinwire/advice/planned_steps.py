@@ -33,6 +33,7 @@ ARITHMETIC_SECONDS = {
     "AllReduce()": 0.0,
     'Cast("bf16")': 1.21e-3 / 163e6,
     "Quantize(bits=8)": 1.96e-3 / 163e6,
+    "Quantize(bits=6)": 1.96e-3 / 163e6,
     "Quantize(bits=4)": 1.94e-3 / 163e6,
     "Quantize(bits=2)": 2.07e-3 / 163e6,
     "PowerSGD(matrix_rank=1)": 1.54e-3 / 124e6,
