@@ -12,8 +12,7 @@ import torch
 
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.code_rounds import CodedPart, average_codes
-from thinwire.algorithms.lowrank.bases import starting_bases
-from thinwire.algorithms.lowrank.matrices import BucketMatrices, Workspace
+from thinwire.algorithms.lowrank.factors import BucketMatrices, Workspace, starting_bases
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.algorithms.requests import CollectiveRequest
 from thinwire.kernels.base import CodeKernels
