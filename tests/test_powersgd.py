@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Join
 
 import thinwire
-from pool import Pools, in_each_process
+from processes import Spawn, in_each_process
 from reference_powersgd import ReferencePowerSGD
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.error_feedback import ERROR
@@ -220,13 +220,13 @@ def test_facts_14_unused_parameters() -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 2, 3])
-def test_saved_and_resumed_bit_equal(pools: Pools, processes: int) -> None:
+def test_saved_and_resumed_bit_equal(spawn: Spawn, processes: int) -> None:
     """Without a process group as well."""
     if processes == 0:
         assert not dist.is_initialized()
         _resumed()
     else:
-        pools.of(processes).run(_resumed)
+        spawn(processes, _resumed)
 
 
 def _resumed() -> None:
@@ -280,10 +280,10 @@ def test_a_non_finite_gradient_skips_the_step_on_all(kind: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1024.0], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("processes", [2, 4])
 def test_fed_back_by_the_caller_nothing_is_lost_or_counted_twice(
-    pools: Pools, dtype: torch.dtype, scale: float, processes: int
+    spawn: Spawn, dtype: torch.dtype, scale: float, processes: int
 ) -> None:
     """Also by four processes on two machines, of which each keeps a part of the residual."""
-    pools.of(processes).run(_fed_back, dtype, scale)
+    spawn(processes, _fed_back, dtype, scale)
 
 
 def _fed_back(dtype: torch.dtype, scale: float) -> None:

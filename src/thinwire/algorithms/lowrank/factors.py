@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from thinwire.algorithms.base import Memory, Slot
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
-from thinwire.algorithms.requests import CollectiveRequest, Jointly, Mean, Request
+from thinwire.algorithms.requests import Jointly, Mean, Round
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows, widened
 from thinwire.tensors import accelerators
 
 # Between the seeds of one step and the next: far from any seed a user would choose.
 SEED_STRIDE = 1_000_003
-
-Answer = TypeVar("Answer")
-Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
-"""A part of an exchange: it yields requests and returns their result."""
 
 
 class Workspace:

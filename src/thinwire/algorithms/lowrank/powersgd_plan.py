@@ -16,14 +16,13 @@ from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_resid
 from thinwire.algorithms.lowrank.factors import (
     BucketMatrices,
     FactorMessages,
-    Round,
     Workspace,
     bases_ahead,
     starting_bases,
 )
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests, Round
 from thinwire.kernels.dispatch import choice, kernels_for
 from thinwire.kernels.matrices import (
     Factors,
