@@ -12,7 +12,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from learner import USUAL, WAIT_SECONDS, Learner, checksum, die, heldout_loss
+from learner import USUAL, WAIT_SECONDS, Learner, checksum, heldout_loss
+from machine_member import die
 from thinwire import Nesterov, Quantize
 from thinwire.local_sgd.outer import new_outer
 
