@@ -19,7 +19,7 @@ from processes import Spawn, in_each_process
 from reference_powersgd import ReferencePowerSGD
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.lowrank.bases import random_rows
+from thinwire.algorithms.lowrank.factors import random_rows
 from thinwire.powersgd import Aggregator, AlgorithmAggregator, AllReduce, Config, PowerSGD, optimizer_step
 from training import agreed, flat, gathered
 

@@ -110,7 +110,8 @@ def test_a_module_looks_up_its_parameters_where_they_were_put() -> None:
 def test_what_is_compiled() -> None:
     module = nn.Linear(2, 2)
     assert not torch_private.is_compiled(module)
-    assert torch_private.is_compiled(torch.compile(module, backend="eager"))
+    compiled: Any = torch.compile(module, backend="eager")
+    assert torch_private.is_compiled(compiled)
     module.compile(backend="eager")
     assert torch_private.is_compiled(module)
 

@@ -346,7 +346,7 @@ def test_loggers_take_numbers_by_name(simulated: Simulation) -> None:
     writer = MetricsWriter(lambda metrics, step: logged.append((metrics, step)))
     with Watch(simulated.syncs[0], writer, norms_every_steps=2) as watch:
         train(simulated, range(2))
-        watch.log({"loss": np.float32(1.0)}, epoch=np.int64(3))  # type: ignore[dict-item]
+        watch.log({"loss": np.float32(1.0)}, epoch=np.int64(3))
     assert [step for _, step in logged] == [1, 2, 2, 2]
     stats = simulated.syncs[0].stats()
     assert [metrics["thinwire/message_bytes"] for metrics, _ in logged[:2]] == 2 * [stats.message_bytes / 2]

@@ -58,10 +58,10 @@ def lab(
     """
     slow_machines = {}
     for option in slow_machine or []:
-        machine, _, slow_rate = option.partition(":")
-        if not machine.isdecimal() or not slow_rate:
+        number_text, _, slow_rate = option.partition(":")
+        if not number_text.isdecimal() or not slow_rate:
             raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
-        slow_machines[int(machine)] = slow_rate
+        slow_machines[int(number_text)] = slow_rate
     link = LinkSpec(rate, latency, jitter, loss)
     network = Network(
         machines, link, processes_per_machine=processes_per_machine, slow_machines=slow_machines

@@ -12,8 +12,8 @@ import torch
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import average_uncompressed, wire_dtype_of
-from thinwire.algorithms.lowrank.bases import resized
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
+from thinwire.algorithms.lowrank.factors import resized
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Requests
 from thinwire.kernels.dispatch import name_of_kernels_for

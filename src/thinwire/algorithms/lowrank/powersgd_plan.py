@@ -13,9 +13,13 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
-from thinwire.algorithms.lowrank.bases import bases_ahead, starting_bases
-from thinwire.algorithms.lowrank.matrices import BucketMatrices, Workspace
-from thinwire.algorithms.lowrank.messages import FactorMessages
+from thinwire.algorithms.lowrank.factors import (
+    BucketMatrices,
+    FactorMessages,
+    Workspace,
+    bases_ahead,
+    starting_bases,
+)
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests, Round
@@ -47,6 +51,11 @@ class PowerSGDPlan(LowRankPlan):
     def workspace(self) -> Workspace:
         """The tensors that steps share."""
         return Workspace(self.config.seed, warm_start=self.config.warm_start)
+
+    @cached_property
+    def message_dtype(self) -> torch.dtype:
+        """The type in which messages travel."""
+        return self.config.message_dtype(self.specs[0].dtype)
 
     @cached_property
     def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
@@ -85,9 +94,9 @@ class PowerSGDPlan(LowRankPlan):
         M = self._bind(bucket.flat, gradients, memory)  # 1
         try:
             has_residual = not memory[ERROR].keys().isdisjoint(names)
-            message_dtype = self.config.message_dtype(self.specs[0].dtype)
-            sent = with_residual(bucket, memory, [*names], whole, message_dtype) if has_residual else None
-            messages = FactorMessages(message_dtype, self.workspace, whole if sent is None else sent.parts)
+            dtype = self.message_dtype
+            sent = with_residual(bucket, memory, [*names], whole, dtype) if has_residual else None
+            messages = FactorMessages(dtype, self.workspace, whole if sent is None else sent.parts)
 
             # Committed projections, which all members count and a saved state keeps: if `alternating`, the
             # factor in memory is of the side whose turn it is.

@@ -1,0 +1,307 @@
+"""Factors of M, a bucket's gradients as matrices: bases to start from, products, and how they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import is_
+
+import torch
+
+from thinwire.algorithms.base import Memory, Slot
+from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
+from thinwire.algorithms.requests import Jointly, Mean, Round
+from thinwire.kernels.base import Kernels
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows, widened
+from thinwire.tensors import accelerators
+
+# Between the seeds of one step and the next: far from any seed a user would choose.
+SEED_STRIDE = 1_000_003
+
+
+class Workspace:
+    """Tensors that stay from step to step, and with them the tables of addresses that kernels look up.
+
+    Attributes:
+        seed: Of random rows, with which bases begin.
+        warm_start: Whether only the first step takes such.
+        M: The matrices of the last step, if those of the next may lie where they lay.
+        drawn: Random rows by shape, device and type.
+    """
+
+    def __init__(self, seed: int, *, warm_start: bool = True) -> None:
+        self.seed, self.warm_start = seed, warm_start
+        self.M: BucketMatrices | None = None
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._batches: dict[tuple[str, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+        self.drawn: dict[Hashable, torch.Tensor] = {}
+
+    def buffer(self, role: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor | None:
+        """Return a buffer for a result, in the wide type and on the device of `like`; None on the CPU."""
+        if not accelerators.is_accelerator(like.device):
+            return None
+        buffer = self._buffers.get(role)
+        if buffer is None or buffer.shape != shape:
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            buffer = self._buffers[role] = torch.empty(shape, dtype=dtype, device=like.device)
+        return buffer
+
+    def find_batch(
+        self, memory: Memory, slot: Slot, labels: Sequence[str], shape: torch.Size
+    ) -> torch.Tensor | None:
+        """Return the batch of a shape whose parts memory has under some labels; None if it has others."""
+        batch, parts = self._batches.get((slot.name, labels[0], shape), (None, ()))
+        tensors = memory.slots.get(slot, {})
+        return batch if all(map(is_, map(tensors.get, labels), parts)) else None
+
+    def place_batch(
+        self,
+        memory: Memory,
+        slot: Slot,
+        labels: Sequence[str],
+        new: torch.Tensor,
+        before: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Return a batch like `new`, to be written, whose parts memory has under some labels from now on.
+
+        Until then they are as `before`, and zeros where that is unlike them.
+        """
+        key = slot.name, labels[0], new.shape
+        if key not in self._batches:
+            batch = torch.empty_like(new, memory_format=torch.contiguous_format)
+            self._batches[key] = batch, batch.unbind()
+        batch, parts = self._batches[key]
+        for part, was in zip(parts, before, strict=False):
+            if was is not None and was.shape == part.shape:
+                part.copy_(was)
+            else:
+                part.zero_()
+        memory[slot].update(zip(labels, parts, strict=True))
+        return batch
+
+
+@dataclass(eq=False)
+class BucketMatrices:
+    """The matrices M of a bucket, in groups of one shape and matrix rank.
+
+    They serve all steps in which gradients and residuals lie where they lay. One backend serves the bucket,
+    that of its largest matrix rank: so its requests are a function of that.
+
+    Attributes:
+        groups: Gradients and residuals; the gradients only during a step.
+        kernels: The backend's.
+        device: Where all lies.
+        workspace: For results.
+        key: Where the bucket lies, and what chooses the kernels.
+        errors: The residuals, flat.
+        written: Of each group, the residuals if all can be written where they lie.
+        wide: The type to which gradients are copied, if the kernels don't take theirs.
+    """
+
+    groups: Sequence[MatrixGroup]
+    kernels: Kernels
+    device: torch.device
+    workspace: Workspace
+    key: Hashable = None
+    errors: Sequence[torch.Tensor | None] = ()
+    written: Sequence[Sequence[torch.Tensor] | None] = ()
+    wide: torch.dtype | None = None
+
+    def products(
+        self, Q: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool
+    ) -> Round[list[torch.Tensor]]:
+        """Multiply: M Q. All factors are held row by row, so this is (M Q)ᵀ, (matrices, r, rows)."""
+        return self._multiply(self.kernels.products, 0, Q, scale, role, add_error)
+
+    def projections(
+        self, P: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool = False
+    ) -> Round[list[torch.Tensor]]:
+        """Multiply: Mᵀ P. Row by row: (matrices, r, columns)."""
+        return self._multiply(self.kernels.projections, 1, P, scale, role, add_error)
+
+    def _multiply(
+        self,
+        kernel: Callable[[list[MatmulBatch]], list[torch.Tensor]],
+        side: int,
+        factors: Sequence[torch.Tensor],
+        scale: torch.Tensor | None,
+        role: str,
+        add_error: bool,
+    ) -> Round[list[torch.Tensor]]:
+        items = []
+        for group, factor in zip(self.groups, factors, strict=True):
+            shape = *factor.shape[:2], group.matrices[0].shape[side]
+            out = self.workspace.buffer((role, group.labels[0]), shape, factor)
+            items.append(MatmulBatch(group, factor, scale, add_error, out))
+        results: list[torch.Tensor] = yield Jointly(kernel, items, self.device)
+        return results
+
+    def orthonormal(
+        self, factors: Sequence[torch.Tensor], role: str, drawn: Sequence[torch.Tensor | None] | None = None
+    ) -> Round[list[torch.Tensor]]:
+        """Make an orthonormal basis of each factor, with drawn rows in place of zeros."""
+        items = []
+        for group, factor, instead in zip(self.groups, factors, drawn or [None] * len(factors), strict=True):
+            out = self.workspace.buffer((role, group.labels[0], factor.shape), factor.shape, factor)
+            items.append(Rows(factor, instead, out))
+        bases: list[torch.Tensor] = yield Jointly(self.kernels.orthonormal_rows, items, self.device)
+        return bases
+
+
+def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.Tensor]:
+    """Return a basis for each group: (matrices, r, rows) for side 0, (matrices, r, columns) for side 1.
+
+    Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a standard
+    normal, the same on every process.
+    """
+    shapes = [(group.matrix_rank, group.matrices[0].shape[side]) for group in M.groups]
+
+    def in_memory(slot: Slot) -> list[torch.Tensor | None]:
+        return [
+            M.workspace.find_batch(memory, slot, group.labels, torch.Size((len(group.labels), *shape)))
+            for group, shape in zip(M.groups, shapes, strict=True)
+        ]
+
+    if memory[BASIS]:
+        made_ahead = [basis for basis in in_memory(BASIS) if basis is not None]
+        if len(made_ahead) == len(M.groups):
+            return made_ahead
+    items = []
+    for group, shape, factor in zip(M.groups, shapes, in_memory(FACTOR), strict=True):
+        drawn = _drawn_rows(memory.step, M, shape, group.matrices[0])
+        if factor is not None and factor.dtype == drawn.dtype:
+            rows = factor.clone()
+        else:
+            rows = torch.stack([resized(memory[FACTOR].get(label), drawn) for label in group.labels])
+        items.append(Rows(rows, drawn))
+    return M.kernels.orthonormal_rows(items)
+
+
+def bases_ahead(
+    memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
+) -> Round[list[torch.Tensor] | None]:
+    """Make what the next step starts from, on accelerators for all buckets at once: launches count.
+
+    None on the CPU: there each bucket's are made when it starts, while messages of others are under way.
+    """
+    if not M.workspace.warm_start or not accelerators.is_accelerator(M.device):
+        return None
+    # A row that is zero stays zero through every product, and its direction would be lost for good: it
+    # died when a gradient had too low a matrix rank, or was never there. So dead rows are replaced.
+    drawn = [_drawn_rows(memory.step, M, (f.shape[1], f.shape[2]), f) for f in factors]
+    return (yield from M.orthonormal(factors, "ahead", drawn))
+
+
+def _drawn_rows(step: int, M: BucketMatrices, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    seed, drawn = M.workspace.seed, M.workspace.drawn
+    dtype = torch.promote_types(like.dtype, torch.float32)  # factors of 16-bit gradients are fp32, too
+    if not M.workspace.warm_start:
+        # Different ones in each step: the same would never see what lies across them.
+        return random_rows(seed + SEED_STRIDE * step, shape, like.device).to(dtype)
+    # With a warm start only dead rows are drawn again: the same ones each time.
+    key = shape, like.device, dtype
+    if key not in drawn:
+        drawn[key] = random_rows(seed, shape, like.device).to(dtype)
+    return drawn[key]
+
+
+def resized(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return a factor in type and rows of `like`, cut or extended by zeros; zeros if its columns differ."""
+    if factor is not None and factor.shape == like.shape:
+        return factor.to(like)
+    whole = torch.zeros_like(like)
+    if factor is not None and factor.shape[1] == like.shape[1]:
+        rows = min(len(factor), len(like))
+        whole[:rows] = factor[:rows]
+    return whole
+
+
+def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Return standard normal rows in fp32, the same whatever the device."""
+    # Drawn on the CPU: generators of other devices give other numbers, and members may have other devices.
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32)
+    return accelerators.to_device_async(device, rows)
+
+
+class FactorMessages:
+    """The messages of a bucket's step: factors in one of them, flat gradients with the first.
+
+    Attributes:
+        received: The means of all messages, which must be finite.
+        uncompressed: The means of the flat gradients.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, workspace: Workspace, uncompressed: Sequence[torch.Tensor]
+    ) -> None:
+        self._dtype, self._workspace, self._beside = dtype, workspace, uncompressed
+        self.received: list[torch.Tensor] = []
+        self.uncompressed: Sequence[torch.Tensor] = ()
+
+    def average(
+        self, factors: list[torch.Tensor], *, as_sent: bool
+    ) -> Round[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Return factors, (matrices, r, elements) each, and their means over the members.
+
+        `as_sent` is for factors that leave the residual: it must lose what travelled, rounded to 16 bits, and
+        keep what rounding lost.
+        """
+        like, beside = factors[0], [] if self.received else self._beside
+        item = MessageParts(factors, beside, self._dtype, self._workspace, len(self.received))
+        (message,) = yield Jointly(all_packed, [item], (like.device, like.dtype, self._dtype))
+        own = factors
+        if as_sent and message.dtype != like.dtype:
+            # Read before the message is given away: the mean may come to lie in it.
+            own = unpacked(message, factors)
+        mean = yield Mean(message)
+        if beside:
+            sizes = list(map(torch.numel, beside))
+            self.uncompressed = mean[len(mean) - sum(sizes) :].split_with_sizes(sizes)
+        self.received.append(mean)
+        return own, unpacked(mean, factors)
+
+
+@dataclass(eq=False)
+class MessageParts:
+    """Factors that are to travel as one message, with flat gradients behind them."""
+
+    factors: Sequence[torch.Tensor]
+    uncompressed: Sequence[torch.Tensor]
+    dtype: torch.dtype  # in which they travel
+    workspace: Workspace
+    number: int  # of the message in its step
+
+
+def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
+    """Return the messages of all buckets, views of one tensor: so they are sent without a further copy."""
+    first = items[0]
+    like, dtype = first.factors[0], first.dtype
+    parts, sizes = list[torch.Tensor](), list[int]()
+    for item in items:
+        factors, uncompressed = item.factors, item.uncompressed
+        if dtype == torch.float16:
+            factors = [clamped(factor) for factor in factors]
+        if uncompressed and accelerators.is_accelerator(like.device):
+            uncompressed = widened(uncompressed, like.dtype)  # torch joins unlike types one by one
+        of_item = list(map(torch.flatten, (*factors, *uncompressed)))
+        sizes.append(sum(map(torch.numel, of_item)))
+        parts += of_item
+    out = first.workspace.buffer(("message", first.number, like.shape), (sum(sizes),), like)
+    return torch.cat(parts, out=out).to(dtype).split_with_sizes(sizes)
+
+
+def clamped(factor: torch.Tensor) -> torch.Tensor:
+    """Return a factor within fp16's range: the residual keeps what is cut off.
+
+    One that was infinite before stays infinite, because then the step should be skipped.
+    """
+    limit = torch.finfo(torch.float16).max
+    return torch.where(factor.isinf(), factor, factor.clamp(-limit, limit))
+
+
+def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the head of `flat` as tensors of the shapes and the type of `like`."""
+    sizes = list(map(torch.numel, like))
+    head = flat[: sum(sizes)].to(like[0].dtype)
+    return list(map(torch.Tensor.view_as, head.split_with_sizes(sizes), like))
