@@ -172,7 +172,7 @@ def planted(fault: Fault, path: Path, *, all_tests: bool) -> tuple[str, bool]:
 def copy_checkout() -> None:
     """Bring the copy to the state of the working tree."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for path in COPY.glob("tests/**/*.py"):
+    for path in [*COPY.glob("tests/**/*.py"), *COPY.glob("src/**/*.py")]:
         if not (ROOT / path.relative_to(COPY)).exists():
             path.unlink()
     for name in listed.stdout.split("\n"):
