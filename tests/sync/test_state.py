@@ -299,3 +299,14 @@ def test_a_message_that_fails_leaves_every_slot_as_it_was() -> None:
         return [*memory[first]["w"].tolist(), *memory[second]["w"].tolist()]
 
     assert run_members(2, average) == [[1.0] * 4, [2.0] * 4]
+
+
+def test_a_resumed_run_goes_on_from_the_steps_that_were_skipped_too() -> None:
+    simulation, resumed = trained(), Simulation(POWER, buckets(), num_workers=2)
+    gradients = random_gradients(buckets(), num_workers=2, seed=3)
+    gradients[1][0][0] = torch.inf
+    assert not simulation.step(gradients)
+    for sync, state in zip(resumed.syncs, simulation.state_dicts(), strict=True):
+        sync.load_state_dict(state)
+    assert [sync.steps for sync in (simulation.syncs[0], *resumed.syncs)] == [4] * 3
+    assert resumed.engines[0].state.nonfinite_steps == 1
