@@ -74,7 +74,7 @@ FAULTS = [
     Fault("low rank: residual added each iteration", "add_error=iteration == 1)", "add_error=True)", LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: starts from its own factors", "Factors((p, q), (p, mean))", "Factors((p, q), (p, q))", LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: the wrong turn", "if (turn + iteration) % 2 == 0:", "if (turn + iteration) % 2 == 1:", LOW_RANK, first="PowerSGD and true_means"),
-    Fault("low rank: fp16 not clamped", "return torch.where(factor.isinf(), factor, factor.clamp(-limit, limit))", "return factor", LOW_RANK + " algorithms hooks", first="PowerSGD and true_means"),
+    Fault("low rank: fp16 not clamped", "return torch.where(factor.isinf(), factor, factor.clamp(-limit, limit))", "return factor", "sync/test_owed.py " + LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: seed without the step", "seed + SEED_STRIDE * step", "seed", LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: batched residual not kept", "errors.update(zip(self._names, self._parts, strict=True))", "pass", LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: rank before the warm start", "rows = min(len(factor), len(like))", "rows = 1", LOW_RANK + " hooks", first="PowerSGD and true_means"),
