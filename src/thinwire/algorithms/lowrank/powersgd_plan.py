@@ -308,7 +308,7 @@ def _write(
     if accelerators.is_accelerator(M.device):
         # For all buckets: one launch writes what all of them leave.
         yield Jointly(M.kernels.write, [Write(*write, is_healthy) for write in writes], M.device)
-    else:
+    elif writes:
         torch._foreach_copy_([target for target, _, _ in writes], [source for _, source, _ in writes])
 
 
