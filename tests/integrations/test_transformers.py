@@ -29,9 +29,9 @@ from transformers import (
 
 import thinwire
 from accelerated import assert_chosen_alike, assert_knows_its_steps, several_processes
-from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
+from commands import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import elastic
 from thinwire.integrations.local import catch_up
 from thinwire.integrations.transformers import ThinwireCallback, attach

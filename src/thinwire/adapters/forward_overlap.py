@@ -36,6 +36,7 @@ from thinwire.adapters.ddp_model import (
 from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
+from thinwire.algorithms.requests import AllGather
 from thinwire.comm import Message, ProcessGroupTransport, Work
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
@@ -73,7 +74,7 @@ def overlap_forward(
 
     Args:
         model: A `DistributedDataParallel` model, in whose loss all trained parameters take part.
-        algorithm: `thinwire.Quantize` without error feedback or low-rank part.
+        algorithm: `thinwire.Quantize` without error feedback.
         optimizer: Of `torch.optim`, with all trained parameters of the model and no others; or several that
             share them, such as Muon and AdamW, of which each `step()` is called in each step. It must step
             each parameter by itself, so not LBFGS. `step()` sets gradients to None, as `zero_grad()` does.
@@ -331,9 +332,9 @@ class ForwardAdapter:
         """Send the sum of squares of what this process has averaged; it is before the means on the link."""
         squares = torch.zeros((), dtype=torch.float64)
         for request, bucket in zip(requests, buckets, strict=True):
-            if isinstance(request, tuple):  # the means' codes; without, the bucket is empty
+            if isinstance(request, AllGather):  # the means' codes; without, the bucket is empty
                 plan = cast(QuantizePlan, bucket.state.plan)
-                squares += plan.squared_norm(request[0].tensor, self.engine.transport.rank).cpu()
+                squares += plan.squared_norm(request.tensor, self.engine.transport.rank).cpu()
         flat = squares.view(1)
         return self.engine.wire.start(Message("all_reduce", flat, flat, "the norm", "sum")), flat
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
-from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity, Memory
-from thinwire.algorithms.code_rounds import CodedPart, average_codes
+from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
 from thinwire.algorithms.exact import average_uncompressed
-from thinwire.algorithms.lowrank.code_part import FACTOR_BITS, LowRankPart, gains_by_low_rank
-from thinwire.algorithms.lowrank.slots import FACTOR
-from thinwire.algorithms.requests import AllFinite, Commit, Requests
+from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import CodeKernels, ResidualArgs
+from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.dispatch import all_finite
-from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -57,14 +53,9 @@ class Quantize(Algorithm):
             members' chances differ, and those of their mean are the same on all.
         error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains by it in
             2 and 1 bits; Adam loses below 4.
-        low_rank: Take a part of this matrix rank out of each matrix first, which travels in 8 bits beside the
-            codes of what is left; 0 for none. For Muon, which amplifies what rounding does to the smaller
-            singular directions. Of matrices whose factors would take more bytes than their codes, nothing is
-            taken out. The part is found by a power iteration that starts where the last step's has ended.
         seed: Of stochastic rounding.
 
-    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. With `low_rank`
-    four, r · (rows + columns) bytes of factors for a matrix, and a host synchronisation. Error feedback
+    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
     keeps an fp32 residual of the size of the gradients (fp64 of fp64) and makes a host synchronisation, for
     the finite check (none without `host_check`).
 
@@ -86,7 +77,7 @@ class Quantize(Algorithm):
         compression ratio 7.5 (of each process), 2 rounds a step
     """
 
-    slots = (ERROR, FACTOR)
+    slots = (ERROR,)
     always_shown = ("bits",)
     pipelines_buckets = True
 
@@ -95,7 +86,6 @@ class Quantize(Algorithm):
     block: int = 64
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False
-    low_rank: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -112,29 +102,15 @@ class Quantize(Algorithm):
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "error_feedback", true_or_false("error_feedback", self.error_feedback))
-        object.__setattr__(self, "low_rank", whole_number("low_rank", self.low_rank, minimum=0))
         object.__setattr__(self, "seed", whole_number("seed", self.seed, minimum=0))
-        if self.low_rank and self.error_feedback:
-            raise ConfigError(
-                "low_rank is of this step's gradient and takes no error_feedback; leave one out"
-            )
 
     @property
     def remembers(self) -> bool:
-        return self.error_feedback or self.low_rank > 0
+        return self.error_feedback
 
     @property
-    def split_granularity(self) -> Granularity:
-        return "parameter" if self.low_rank else self.block
-
-    def check_model(self, specs: Sequence[ParameterSpec]) -> None:
-        """As `Algorithm.check_model`; refuse a low rank by which no matrix gains."""
-        super().check_model(specs)
-        if self.low_rank and specs and not any(gains_by_low_rank(s, self.low_rank, self.bits) for s in specs):
-            raise ConfigError(
-                f"low_rank={self.low_rank} fits no matrix of the model: factors in {FACTOR_BITS} bits would "
-                "take more bytes than codes; take a smaller one, or none"
-            )
+    def split_granularity(self) -> int:
+        return self.block
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """All parameters travel in whole blocks.
@@ -157,18 +133,7 @@ class Quantize(Algorithm):
             )
             for spec, count in zip(specs, counts, strict=True)
         ]
-        part = LowRankPart(tuple(specs), self.low_rank, self.bits, self.block, num_members, self.seed)
-        if not self.low_rank or not part.groups:
-            return QuantizePlan(tuple(specs), tuple(routes), self, blocks)
-        for index, num_bytes in part.factor_bytes.items():
-            route = routes[index]
-            routes[index] = replace(
-                route,
-                message_bytes=route.message_bytes + num_bytes,
-                detail=f"{route.detail}, rank {self.low_rank}",
-                rounds=4,
-            )
-        return QuantizePlan(tuple(specs), tuple(routes), self, blocks, part)
+        return QuantizePlan(tuple(specs), tuple(routes), self, blocks)
 
 
 @dataclass(frozen=True)
@@ -177,7 +142,6 @@ class QuantizePlan(BucketPlan):
 
     config: Quantize
     blocks: Blocks
-    low_rank: LowRankPart | None = None
     # The kernels of the last step, and what has chosen them.
     _kernels: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -185,9 +149,6 @@ class QuantizePlan(BucketPlan):
     def dtype(self) -> torch.dtype:
         """The type that is computed in, and that residuals have."""
         return self.specs[0].memory_dtype
-
-    def kernels(self, device: torch.device) -> set[str]:
-        return set() if self.low_rank is None else self.low_rank.kernel_names(device)
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Average in few bits, in two rounds; in one, exactly, if there is a residual that no one will add.
@@ -198,8 +159,6 @@ class QuantizePlan(BucketPlan):
         4. Gather the coded means of all blocks (second round). All members decode the same bytes.
         5. Behind the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
            and what coding its mean has lost.
-
-        With `low_rank` two rounds come before, and `LowRankPart` says what they and the others send more.
         """
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):
@@ -208,44 +167,37 @@ class QuantizePlan(BucketPlan):
         if not blocks.total:  # on all members alike: no one sends, and no one waits
             yield Commit(all_finite, writes=False)
             return
-        values, part = bucket.flat, None
-        if keeps_residual or self.low_rank is not None:
+        values = bucket.flat
+        if keeps_residual:
             # In 16 bits the sum would lose it: it is often below a gradient's last bit.
             values = values.to(self.dtype)
-        if keeps_residual:
             parts, errors = parts_with_residual(bucket, memory, values)
             if errors:
                 torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
 
+        # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
+        # twice (by its member, and as a mean), and the sum is of full precision.
         codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
         kernels = self._code_kernels(values)
-        if self.low_rank is not None:
-            part = yield from self.low_rank.take_out(values, memory, kernels, bucket.rank)
         # The mean's random bits are seeded by parameter and place, not by member: all draw the same for a
         # block.
         of_values, of_mean = self._random_bits(memory, bucket)
         sent = kernels.encoded(values, blocks, codebook, of_values)
+        received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
+
         lost = values.new_empty(share.stop - share.start, blocks.block) if keeps_residual else None
         of_share = None if of_mean is None else of_mean.of(share)
-        codes = CodedPart(sent, blocks, codebook, of_share, lost)
-        coded, *mean = yield from average_codes(
-            kernels, [codes] if part is None else [codes, part.R], bucket.rank, self.dtype
-        )
+        mean = kernels.averaged(MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype))
+        coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
-        received = [coded, *mean] if part is None else [coded, *mean, part.received]
-        scales = AllFinite(tuple(message.scales for message in received))
-        yield Commit(scales, writes=self.config.remembers)
-        if lost is not None:
+        yield Commit(AllFinite((coded.scales,)), writes=keeps_residual)
+        if lost is None:
+            kernels.decode(coded, blocks, codebook, bucket.flat)
+        else:
             args = ResidualArgs(coded, blocks, codebook, bucket.flat, values, sent, lost, share, scale)
             residual = kernels.decode_and_keep(args)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
-            return
-        kernels.decode(coded, blocks, codebook, values)
-        if self.low_rank is not None and part is not None:
-            self.low_rank.put_back(part, mean[0], memory, kernels, scale)
-        if values is not bucket.flat:
-            round_into(bucket.flat, values, None, None)
 
     def _code_kernels(self, values: torch.Tensor) -> CodeKernels:
         served = dispatch.backends, values.device, torch.get_num_threads()

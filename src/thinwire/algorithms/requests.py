@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -93,3 +93,7 @@ Requests: TypeAlias = Generator["Request | tuple[CollectiveRequest, ...]", Any, 
 All messages that are yielded together, in all buckets, are under way together; those of one operation, type
 and device travel as one.
 """
+
+Answer = TypeVar("Answer")
+Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
+"""A part of an exchange: it yields requests and returns their result."""

@@ -129,13 +129,13 @@ def _symmetric(*magnitudes: float) -> tuple[float, ...]:
 
 
 def _linear(bits: int) -> Codebook:
-    """Return whole numbers, as many of both signs: the more levels, the less their distances matter."""
+    """Return whole numbers, as many of both signs."""
     last = 2 ** (bits - 1) - 1
     return Codebook(bits, tuple(map(float, range(-last, last + 1))), "largest", is_linear=True)
 
 
 # Relative squared error of one member's gradients in blocks of 64 (byte GPT with AdamW, mean of early, mid
-# and late in training):
+# and late in training; of 8, 6 and 5 bits, for a Gaussian, 0.00004, 0.0006 and 0.0025):
 #   4 bits   these 0.0086; the best fifteen 0.0083; sixteen, without zero, 0.0073; NF4 0.0083; equally far
 #            apart 0.0103; FP4 (E2M1) 0.0114; E3M0 0.0367. Zeros are kept: Adam moves a parameter however
 #            small its gradient is.

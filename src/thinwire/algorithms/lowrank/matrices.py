@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from thinwire.algorithms.base import Memory, Slot
-from thinwire.algorithms.requests import CollectiveRequest, Jointly, Request
+from thinwire.algorithms.requests import Jointly, Round
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows
 from thinwire.tensors import accelerators
-
-Answer = TypeVar("Answer")
-Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
-"""A part of an exchange: it yields requests and returns their result."""
 
 
 class Workspace:
     """Tensors that stay from step to step, and with them the tables of addresses that kernels look up.
 
     Attributes:
+        seed: Of random rows, with which bases begin.
+        warm_start: Whether only the first step takes such.
         M: The matrices of the last step, if those of the next may lie where they lay.
         drawn: Random rows by shape, device and type.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int, *, warm_start: bool = True) -> None:
+        self.seed, self.warm_start = seed, warm_start
         self.M: BucketMatrices | None = None
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._batches: dict[tuple[str, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
@@ -100,10 +98,10 @@ class BucketMatrices:
     kernels: Kernels
     device: torch.device
     workspace: Workspace
-    key: Hashable
-    errors: Sequence[torch.Tensor | None]
-    written: Sequence[Sequence[torch.Tensor] | None]
-    wide: torch.dtype | None
+    key: Hashable = None
+    errors: Sequence[torch.Tensor | None] = ()
+    written: Sequence[Sequence[torch.Tensor] | None] = ()
+    wide: torch.dtype | None = None
 
     def products(
         self, Q: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.algorithms.lowrank.matrices import Round, Workspace
-from thinwire.algorithms.requests import Jointly, Mean
+from thinwire.algorithms.lowrank.matrices import Workspace
+from thinwire.algorithms.requests import Jointly, Mean, Round
 from thinwire.kernels.matrices import widened
 from thinwire.tensors import accelerators
 
