@@ -11,7 +11,7 @@ CORE := tests/algorithms tests/kernels tests/comm tests/ddp_comm_hooks tests/ada
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
 STAGES := types docs lint triton wheel
-.PHONY: demo test check nightly test-triton test-torch test-frameworks test-wheel $(STAGES) compiled figures bench soak elastic-faults clean
+.PHONY: demo test check nightly proofs test-triton test-torch test-frameworks test-wheel $(STAGES) compiled figures bench soak elastic-faults clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
@@ -38,7 +38,12 @@ nightly: compiled
 	$(BIN)/python -m pytest -m alone --ignore tests/triton_ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not alone" --ignore tests/triton_ready
 	$(MAKE) test-triton
+	$(MAKE) proofs
 	$(MAKE) soak
+
+# Real training commands with and without `thinwire attach`; those whose packages are missing are skipped.
+proofs: .venv/.installed
+	$(BIN)/python scripts/proofs/without_code.py
 
 lint: .venv/.installed
 	nice -n 19 $(BIN)/ruff check .

@@ -20,7 +20,7 @@ import torch
 import catalog
 import processes
 from commands import stand_ins
-from processes import Pool, Spawn
+from processes import Spawn
 from thinwire.algorithms.lowrank import powersgd_plan
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
@@ -81,8 +81,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Print all stacks and end the process if a test hangs in C, where its timeout does not reach."""
     mark = item.get_closest_marker("timeout")
-    seconds = float(mark.args[0] if mark else item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(1.25 * seconds, file=item.config.stash[_stderr], exit=True)
+    usual = item.config.getoption("timeout", None) or item.config.getini("timeout")
+    seconds = float(mark.args[0] if mark else usual)
+    if seconds > 0:
+        faulthandler.dump_traceback_later(1.25 * seconds, file=item.config.stash[_stderr], exit=True)
     try:
         return (yield)
     finally:
@@ -95,21 +97,6 @@ def spawn() -> Iterator[Spawn]:
     spawn = Spawn()
     yield spawn
     spawn.close()
-
-
-@pytest.fixture
-def pools(spawn: Spawn) -> Spawn:
-    return spawn
-
-
-@pytest.fixture
-def pool2(spawn: Spawn) -> Pool:
-    return spawn.of(2)
-
-
-@pytest.fixture
-def pool4(spawn: Spawn) -> Pool:
-    return spawn.of(4)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from algorithms.test_conformance import assert_same_state
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import (
     AllReduce,
     CheckpointError,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import EXAMPLES, TOLD, Running, started_python
-from stand_ins import stand_ins
+from commands import EXAMPLES, TOLD, Running, stand_ins, started_python
 
 STEP = re.compile(r"step (\d+), process (\d+) of (\d+): loss (\d+\.\d+)")
 SAVE_EVERY, STEPS, LOST_AT = 5, 60, 22

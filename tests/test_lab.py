@@ -22,8 +22,7 @@ import pytest
 
 import thinwire
 from cli.test_cli import exit_code
-from launcher import Running, run_python, started_python
-from stand_ins import stand_ins
+from commands import Running, run_python, stand_ins, started_python
 from thinwire import CommunicationError, ConfigError
 from thinwire.lab import LinkSpec, Network, check_machine
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from crash import listening_on
-from launcher import run_python, started_python
+from commands import listening_on, run_python, started_python
 from thinwire import ConfigError, launch
 from thinwire.cli.common import run_here
 from thinwire.elastic_job import ElasticJob

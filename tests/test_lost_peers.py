@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import crash
 import thinwire
+from processes import Setting, run_fresh
 from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, Quantize
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
@@ -74,7 +76,12 @@ def are_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def train_until_lost(setting: crash.Setting, algorithm: Algorithm, fault: Fault) -> None:
+def num_threads() -> int:
+    """Count threads of this process, Python's and others."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def train_until_lost(setting: Setting, algorithm: Algorithm, fault: Fault) -> None:
     setting.join_group()
     sync, step_with = by_hook(algorithm)
     is_struck = setting.process_rank == LOST
@@ -82,7 +89,7 @@ def train_until_lost(setting: crash.Setting, algorithm: Algorithm, fault: Fault)
     with faults(sync, [fault]):
         for step in range(AT):
             step_with(step)
-        before, threads_before, start = remembered(sync), crash.threads(), time.monotonic()
+        before, threads_before, start = remembered(sync), num_threads(), time.monotonic()
         with pytest.raises(kind) as raised:
             step_with(AT)
     waited = fault.seconds if is_struck and fault.seconds else 0.0
@@ -97,8 +104,8 @@ def train_until_lost(setting: crash.Setting, algorithm: Algorithm, fault: Fault)
     assert are_same(before, remembered(sync))
     assert (engine_of(sync).state.error_norm() > 0) == isinstance(algorithm, PowerSGD)
     dist.destroy_process_group()
-    assert crash.threads() <= threads_before
-    assert not crash.children()
+    assert num_threads() <= threads_before
+    assert not Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
 
 
 POWER = PowerSGD(matrix_rank=2)
@@ -121,18 +128,18 @@ CASES: list[tuple[Algorithm, Fault]] = [
 def test_the_others_are_told_where_and_keep_their_memory(algorithm: Algorithm, fault: Fault) -> None:
     # Who dies is missed at once.
     timeout: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS} if fault.kind == "stall" else {}
-    ended = crash.run(train_until_lost, algorithm, fault, **timeout)
+    ended = run_fresh(train_until_lost, algorithm, fault, **timeout)
     assert [each.exit_code for each in ended] == [0, -9 if fault.kind == "kill" else 0, 0], ended
 
 
 @pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=4, error_feedback=True), AllReduce()], ids=str)
 def test_on_machines_of_several_processes_all_are_told(algorithm: Algorithm) -> None:
     """Those too that never send to the one that is lost: neither its machine nor its local rank is theirs."""
-    ended = crash.run(train_on_machines, algorithm, processes=4)
+    ended = run_fresh(train_on_machines, algorithm, processes=4)
     assert [each.exit_code for each in ended] == [0, -9, 0, 0], ended
 
 
-def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> None:
+def train_on_machines(setting: Setting, algorithm: Algorithm) -> None:
     setting.join_group()
     # Each process of a machine has a matrix of each bucket.
     torch.manual_seed(0)
@@ -154,12 +161,12 @@ def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> None:
 
 def test_a_peer_that_is_only_slow_changes_nothing() -> None:
     slow = [fail_at(0, 1, "slow", seconds=0.4), fail_at(2, 2, "stall", after_messages=1, seconds=0.4)]
-    disturbed, undisturbed = ([each.told for each in crash.run(train_slowly, given)] for given in (slow, []))
+    disturbed, undisturbed = ([each.told for each in run_fresh(train_slowly, given)] for given in (slow, []))
     assert [struck for struck, _ in disturbed] == [1, 0, 1]
     assert [state for _, state in disturbed] == [state for _, state in undisturbed]
 
 
-def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, int]:
+def train_slowly(setting: Setting, schedule: list[Fault]) -> tuple[int, int]:
     setting.join_group()
     sync, step_with = by_hook(POWER)
     with faults(sync, schedule) as struck:
@@ -174,7 +181,7 @@ def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, in
 # Saving is collective.
 
 
-def save_on_one(setting: crash.Setting, meanwhile: str) -> list[str]:
+def save_on_one(setting: Setting, meanwhile: str) -> list[str]:
     agreement.PATIENCE_SECONDS = 0.5
     warned: list[str] = []
     handler = logging.Handler()
@@ -204,7 +211,7 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> list[str]:
 
 @pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end", "it has switched"])
 def test_saving_or_switching_on_one_process_only_ends_in_words(meanwhile: str) -> None:
-    ended = crash.run(save_on_one, meanwhile, timeout_seconds=TIMEOUT_SECONDS)
+    ended = run_fresh(save_on_one, meanwhile, timeout_seconds=TIMEOUT_SECONDS)
     assert [each.exit_code for each in ended] == [0] * 3, ended
     is_told = any("process 0 has waited 0.5 s for the others" in line for line in ended[0].told)
     assert is_told or meanwhile in ("they end", "it has switched")
@@ -212,11 +219,11 @@ def test_saving_or_switching_on_one_process_only_ends_in_words(meanwhile: str) -
 
 def test_hooks_without_state_tell_it_too() -> None:
     """DDP waits for their futures, so the error is torch's; the words are ours."""
-    ended = crash.run(stateless_until_killed)
+    ended = run_fresh(stateless_until_killed)
     assert [each.exit_code for each in ended] == [0, -9, 0], ended
 
 
-def stateless_until_killed(setting: crash.Setting) -> None:
+def stateless_until_killed(setting: Setting) -> None:
     setting.join_group()
     model = DistributedDataParallel(new_model())
     model.register_comm_hook(None, thinwire.hooks.fp16_compress_hook)

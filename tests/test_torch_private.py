@@ -6,6 +6,7 @@ import ast
 import copy
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,13 @@ def test_the_hook_of_ddp() -> None:
     torch_private.forget_refused_hook(model, "foreign_hook")
     assert [(hook, state) for hook, state in torch_private.comm_hooks(model)] == [(foreign_hook, "state")]
     assert torch_private.ddp_logging_data(model)["comm_hook"] == "foreign_hook"
+    model.register_forward_pre_hook(partial(print))
+    state = model.__getstate__()  # type: ignore[no-untyped-call]
+    torch_private.forget_hooks_in(state, "another")
+    assert (state["_comm_hooks"], len(state["_forward_pre_hooks"])) == ([], 1)
+    torch_private.forget_hooks_in(state, "functools")
+    assert not state["_forward_pre_hooks"]
+    assert len(model._forward_pre_hooks) == 1
 
 
 @pytest.mark.usefixtures("alone")

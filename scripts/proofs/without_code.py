@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def proofs(folder: Path) -> dict[str, Proof]:
     clm = {"config_name": model, "tokenizer_name": model, "train_file": str(folder / "train.txt")}
     clm |= {"do_train": True, "block_size": 32, "output_dir": "out"} | OF_TRAINER
     lora = {"dataset_name": str(folder / "rows"), "max_length": 32, "use_peft": True, "lora_r": 4}
-    lora |= {"lora_target_modules": "c_attn", "bf16": False, "output_dir": "out"}
+    lora |= {"lora_target_modules": "all-linear", "bf16": False, "output_dir": "out"}
     factory = {"stage": "pt", "finetuning_type": "full", "dataset": "rows", "dataset_dir": str(folder)}
     factory |= {"do_train": True, "cutoff_len": 32, "template": "empty", "output_dir": "out"}
     (folder / "train.yaml").write_text(json.dumps(trained | factory))  # JSON is YAML
@@ -182,7 +183,9 @@ def run(command: list[str], folder: Path) -> tuple[list[float], str]:
     ended = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | ENVIRONMENT | {"HOME": str(folder)},
+        env=os.environ
+        | ENVIRONMENT
+        | {"HOME": str(folder), "PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
@@ -195,7 +198,7 @@ def run(command: list[str], folder: Path) -> tuple[list[float], str]:
         return json.loads(printed[0]), told
     (state,) = folder.glob("out/checkpoint-*/trainer_state.json")
     history = json.loads(state.read_text())["log_history"]
-    state.unlink()
+    shutil.rmtree(folder / "out")  # the next run would resume from there
     return [log["loss"] for log in history if "loss" in log], told
 
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import forked
 import learner
+from processes import Process, process
 from thinwire.lab import Network
 
 PATIENCE_SECONDS = 60.0
@@ -26,7 +26,7 @@ FIRST_PORT = 20_000  # at which the processes of the first member meet
 class Member:
     """The processes of a member. If one is killed, or fails, the others are ended, as a launcher does."""
 
-    def __init__(self, processes: Sequence[forked.Process]) -> None:
+    def __init__(self, processes: Sequence[Process]) -> None:
         self.processes = processes
         for each in processes:
             each.start()
@@ -92,7 +92,7 @@ class Job:
         if self._learners is not None:
             bind = f"{self._host}:{self._port}"
             namespaces = [] if self._network is None else self._namespaces(0)
-            self._remote = forked.process(_lit, bind, self._least, namespaces=namespaces)
+            self._remote = process(_lit, bind, self._least, namespaces=namespaces)
             self._remote.start()
             return
         self._lighthouse = _lighthouse(f"{self._host}:{self._port}", self._least)
@@ -154,7 +154,7 @@ class Job:
         self.processes.append(
             Member(
                 [
-                    forked.process(
+                    process(
                         _member, str(self._path), self.address, member, place, options, namespaces=namespaces
                     )
                     for place in places
@@ -208,9 +208,9 @@ class Job:
         assert is_peer or min(ratios) > 4
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for member in self.processes:
+            member.kill()
+            member.join()
         self.darken()
 
 

@@ -260,8 +260,8 @@ class LocalJob(Job):
 def loopback_interface() -> str:
     """Return the name of this machine's loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
-    if found := {"lo", "lo0"}.intersection(names):
-        return found.pop()
+    if loopback := {"lo", "lo0"}.intersection(names):
+        return loopback.pop()
     has = ", ".join(names) or "none"
     raise ConfigError(f"this machine has no loopback interface, lo or lo0, to join processes: it has {has}")
 

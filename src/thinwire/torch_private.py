@@ -7,6 +7,7 @@ are used: `torch._foreach_*`, and public classes that only `torch._C` exports wi
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -144,6 +145,13 @@ def forget_refused_hook(model: DistributedDataParallel, name_before: str) -> Non
     """Undo what `register_comm_hook` notes before it finds that DDP can't have the hook."""
     model._comm_hooks.pop()
     model.logger._set_comm_hook_name(name_before)  # type: ignore[union-attr]
+
+
+def forget_hooks_in(state: dict[str, Any], package: str) -> None:
+    """Take a package's hooks out of an attached DDP model's state, which is to be pickled."""
+    hooks = state["_forward_pre_hooks"].items()
+    others = ((number, hook) for number, hook in hooks if not type(hook).__module__.startswith(package))
+    state |= {"_comm_hooks": [], "_forward_pre_hooks": OrderedDict(others)}
 
 
 def ddp_logging_data(model: DistributedDataParallel) -> dict[str, Any]:

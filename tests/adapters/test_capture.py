@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,42 +11,50 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import in_each_process
-from thinwire import DiLoCo, PowerSGD, StepError
-from thinwire.powersgd import AlgorithmAggregator
+from processes import in_each_process
+from thinwire import DiLoCo, LocalSGD, PowerSGD, StepError
+from thinwire.adapters.tensors import GradientListAdapter
+from thinwire.comm import InProcessTransport
 from thinwire.sync.step import Step
 
-POWER = PowerSGD(matrix_rank=2)
+
+def refused(action: Callable[[], object]) -> str:
+    """Name the error where the stream is being captured; there is no such stream on the CPU."""
+    refusal = patch.object(Step, "start", side_effect=StepError("a graph is captured"))
+    with refusal, pytest.raises(Exception, match="a graph is captured") as caught:
+        action()
+    return type(caught.value).__name__
 
 
-def of_ddp() -> tuple[Any, Callable[[], object]]:
-    # A pass that failed leaves a DDP model unusable: each has its own.
-    models = [DistributedDataParallel(nn.Linear(30, 40)) for _ in range(2)]
-    syncs = [thinwire.attach(model, POWER) for model in models]
-    return syncs[-1], lambda: torch.autograd.backward(models.pop(0)(torch.ones(2, 30)).sum())
+def test_in_the_adapter_of_tensors() -> None:
+    parameters = [nn.Parameter(torch.randn(40, 30))]
+    (transport,) = InProcessTransport.group(1)
+    adapter = GradientListAdapter(parameters, PowerSGD(matrix_rank=2), transport=transport)
+    gradients = [torch.randn(40, 30)]
+    assert refused(lambda: adapter.average(gradients)) == "StepError"
+    adapter.average(gradients)
+    assert (adapter.sync.stats().steps, adapter.sync.stats().compression_ratio > 5) == (1, True)
 
 
-def of_a_list() -> tuple[Any, Callable[[], object]]:
-    aggregator = AlgorithmAggregator([nn.Parameter(torch.randn(40, 30))], POWER)
-    return aggregator, lambda: aggregator.aggregate([torch.randn(40, 30)])
-
-
-def of_averaged_models() -> tuple[Any, Callable[[], object]]:
+@pytest.mark.parametrize("make", [LocalSGD, DiLoCo])
+def test_in_local_sgd(make: type[LocalSGD] | type[DiLoCo]) -> None:
     model = nn.Linear(30, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return DiLoCo(model, optimizer, every_steps=1, algorithm=POWER).__enter__(), optimizer.step
+    (transport,) = InProcessTransport.group(1)
+    with make(model, optimizer, every_steps=1, replicas=transport) as local:
+        assert refused(optimizer.step) == "StepError"
+        assert local.sync.stats().averagings == 0
 
 
-@pytest.mark.parametrize("make", [of_ddp, of_a_list, of_averaged_models])
 @in_each_process(2)
-def test_a_step_that_is_captured(make: Callable[[], tuple[Any, Callable[[], object]]]) -> None:
-    """There is no such stream on the CPU: its refusal is put in."""
-    averaging, step = make()
-    refusal = patch.object(Step, "start", side_effect=StepError("a graph is captured"))
+def test_in_ddp() -> None:
+    model = DistributedDataParallel(nn.Linear(30, 40))
+    sync = thinwire.attach(model, PowerSGD(matrix_rank=2))
     # What a hook raises, DDP passes on in a type of its own.
-    with refusal, pytest.raises(Exception, match="a graph is captured"):
-        step()
-    assert averaging.stats().rounds == 0
-    if make is not of_averaged_models:
-        step()
-        assert averaging.stats().compression_ratio > 5
+    refused(lambda: torch.autograd.backward(model(torch.ones(2, 30)).sum()))
+    assert sync.stats().steps == 0
+    sync.abandon()
+    other = DistributedDataParallel(nn.Linear(30, 40))
+    other_sync = thinwire.attach(other, PowerSGD(matrix_rank=2))
+    torch.autograd.backward(other(torch.ones(2, 30)).sum())
+    assert (other_sync.stats().steps, other_sync.stats().compression_ratio > 5) == (1, True)

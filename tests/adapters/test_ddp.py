@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool, are_alike, in_each_process
+from processes import Spawn, in_each_process
 from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.errors import GradientError
 from thinwire.sync.step import Step
+from training import are_alike
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -203,13 +204,13 @@ def test_the_same_model_as_plain_ddp() -> None:
     ],
     ids=str,
 )
-def test_complex_parameters(pool2: Pool, algorithm: Algorithm, most_gap: float, compressed: bool) -> None:
+def test_complex_parameters(spawn: Spawn, algorithm: Algorithm, most_gap: float, compressed: bool) -> None:
     """DDP's buckets hold them as real numbers, twice as many."""
-    if any(refusals := pool2.run(_refusal_of_complex)):
+    if any(refusals := spawn(2, _refusal_of_complex)):
         assert set(refusals) <= {"Invalid scalar type", "pairs of real numbers"}
         pytest.skip(f"complex parameters need a later torch: {refusals[0]}")
     for find_unused in (False, True):
-        pool2.run(_complex, algorithm, most_gap, compressed, find_unused)
+        spawn(2, _complex, algorithm, most_gap, compressed, find_unused)
 
 
 class Spectral(nn.Module):

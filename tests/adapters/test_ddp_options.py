@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.adapters import ddp, ddp_model
 from thinwire.sync import engine_of
-from training import raised_by, refused
+from training import are_alike, raised_by, refused
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
@@ -55,19 +54,6 @@ class TwoOutputs(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.first(x), self.second(x)
-
-
-class Checkpointed(nn.Module):
-    """A layer whose backward pass runs inside the model's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside: Tensor = checkpoint(self.middle, self.first(x), use_reentrant=True)
-        out: Tensor = self.last(inside)
-        return out
 
 
 class OneOfTwo(nn.Module):
@@ -129,11 +115,6 @@ def test_a_static_graph_of_two_types(way: str) -> None:
         check_trained(two_types(), way, static_graph=True, bucket_cap_mb_list=[1, 1])
 
 
-@in_each_process(2)
-def test_a_backward_pass_inside_another() -> None:
-    check_trained(Checkpointed(), bucket_cap_mb=SMALL_BUCKETS_MB)
-
-
 def check_trained(module: nn.Module, way: str = "attach", **options: Any) -> None:
     """Three steps are three, compressed, and all processes get one model."""
     model = DistributedDataParallel(module, **options)
@@ -163,7 +144,7 @@ def test_an_option_that_torch_2_6_has_not_changes_no_result(option: str) -> None
     for changed in (False, True):
         torch.manual_seed(0)
         by_hand = changed and option == "finalize_backward"
-        options = {option: True} if changed and not by_hand else {}
+        options: dict[str, Any] = {option: True} if changed and not by_hand else {}
         model: Any = DistributedDataParallel(two_types(), bucket_cap_mb=SMALL_BUCKETS_MB, **options)
         sync = thinwire.attach(model, POWER)
         if by_hand:
@@ -227,11 +208,11 @@ def test_plans_of_earlier_buckets_are_freed() -> None:
     buckets, earlier = engine_of(sync).buckets, []
     for step in range(3):
         train(model, range(step, step + 1))
-        earlier += [weakref.ref(bucket) for bucket in buckets.open_now().values()]
+        earlier += [weakref.ref(bucket) for bucket in buckets.open_buckets().values()]
     sync.use(PowerSGD(matrix_rank=1))
     train(model, range(3, 6))
     gc.collect()
-    assert len(earlier) > len(buckets.open_now()) > 1
+    assert len(earlier) > len(buckets.open_buckets()) > 1
     assert not any(bucket() for bucket in earlier)
     assert sync.stats().compression_ratio > 1.5
 
@@ -243,7 +224,7 @@ def test_plans_of_earlier_buckets_are_freed() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @in_each_process(2)
 def test_a_model_that_skips_buckets_is_refused(way: str) -> None:
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    options: dict[str, Any] = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model = DistributedDataParallel(OneOfTwo(), **options)
 
     def attach_and_train() -> None:

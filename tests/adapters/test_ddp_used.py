@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 
@@ -115,7 +115,7 @@ def check_owed(
     options = {"find_unused_parameters": True, "bucket_cap_mb": 0.005, **options}
     plain, ours = (DistributedDataParallel(TwoHeads(), **options) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
-    ours.loss_scale = scale
+    ours.loss_scale = torch.tensor(scale)
     sync = thinwire.attach(ours, algorithm, machines=machines, grad_scaler=lambda: scale)
     names = [name for name, _ in ours.module.named_parameters()]
     applied = {model: [torch.zeros_like(each) for each in model.parameters()] for model in (plain, ours)}

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from adapters.test_sharded import agreed, backward, mesh_of, runs_on_cpus, sharded, wide
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import LocalSGD, PowerSGD, hooks
 from training import error_of
 

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from adapters.test_sharded import attached, backward, runs_on_cpus, whole, wide
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, Quantize, hooks
 from thinwire.algorithms import Algorithm
+from training import are_alike
 
 LOW_RANK, FEW_BITS = PowerSGD(matrix_rank=1), Quantize(bits=4, error_feedback=True)
 MACHINES: dict[int, Any] = {2: False, 4: [[0, 1], [2, 3]]}

@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
+from training import are_alike
 
 WIDTH = 48
 ALGORITHMS = [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2)]

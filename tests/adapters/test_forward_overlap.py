@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import thinwire
-from pool import are_alike, gathered, in_each_process
+from processes import in_each_process
 from thinwire import Quantize
 from thinwire.adapters.forward_overlap import OverlappedSync
 from thinwire.errors import AttachError, CommunicationError, ConfigError, StepError
 from thinwire.sync.step import Step
+from training import are_alike, gathered
 
 STEPS = 6
 BUCKET_MB = 0.004  # some buckets

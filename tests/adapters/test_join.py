@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, Cast, ConfigError, PowerSGD, hooks
 from thinwire.adapters.common import divide_by_contributors
 from thinwire.adapters.join import counted
@@ -27,7 +27,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.comm import ProcessGroupTransport
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.engine import Engine
-from training import refused
+from training import are_alike, refused
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
 POWER = PowerSGD(matrix_rank=2)
@@ -142,43 +142,6 @@ def test_facts_9_every_hook_divides_as_asked(name: str, divisor: str) -> None:
     if dist.get_rank() == 1:
         gap = gap_of(total, true_sum(plain, num_batches, divide_by_initial))
         assert gap < STATELESS.get(name, 1e-5)
-
-
-@pytest.mark.parametrize("num_batches", [(3, 21), (0, 9)], ids=str)
-@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
-@in_each_process(2)
-def test_local_sgd(num_batches: tuple[int, int], divide_by_initial: bool) -> None:
-    """Learning rate one, gradients that do not depend on the weights: moved and owed are the true sum."""
-    torch.manual_seed(0)
-    layer = nn.Linear(40, 30, bias=False)
-    start = layer.weight.detach().clone()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    local = thinwire.LocalSGD(layer, optimizer, every_steps=4, algorithm=POWER)
-    with local, thinwire.join(local, divide_by_initial):
-        for step in range(num_batches[dist.get_rank()]):
-            layer.weight.grad = _drawn(step, dist.get_rank())
-            optimizer.step()
-    true = torch.zeros(30, 40, dtype=torch.float64)
-    for first in range(0, max(num_batches), 4):
-        steps = range(first, min(first + 4, max(num_batches)))
-        moved = [
-            sum((_drawn(step, index).double() for step in steps if step < batches), torch.zeros(()))
-            for index, batches in enumerate(num_batches)
-        ]
-        contributors = sum(batches > first for batches in num_batches)
-        true += (moved[0] + moved[1]) / (2 if divide_by_initial else contributors)
-    owed = dict(local.sync.state_dict()["error"])["weight"]
-    assert owed.norm() > 0
-    gap = (start - layer.weight.detach() - true - owed).norm() / true.norm()
-    assert gap < 1e-5
-    assert local.stats().steps == max(num_batches)
-    assert local.stats().compression_ratio > 4
-    assert are_alike([layer.weight])
-
-
-def _drawn(step: int, process_rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + process_rank)
-    return torch.randn(30, 40, generator=generator)
 
 
 @pytest.mark.parametrize("stock", [True, False], ids=["model.join", "thinwire.join"])

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.comm import Machines, ProcessGroupTransport, Recording
 from thinwire.comm.machines import machines_of
 from thinwire.errors import AgreementError, ConfigError, ThinwireError
 from thinwire.sync.handle import engine_of
+from training import are_alike
 
 PAIRS = [[0, 1], [2, 3]]
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from pool import in_each_process
+from processes import in_each_process
 from thinwire.adapters import replicas
 from thinwire.adapters.replicas import fingerprint
 

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, PowerSGD
 from thinwire.adapters.attach import attach
 from thinwire.algorithms import Algorithm
@@ -49,7 +49,7 @@ from thinwire.comm.transport import CombinedWork
 from thinwire.errors import CommunicationError
 from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
-from training import error_of
+from training import are_alike, error_of
 
 POWER = PowerSGD(matrix_rank=2)
 

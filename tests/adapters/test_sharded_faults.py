@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import crash
 from adapters.test_sharded import backward, language, mesh_of, runs_on_cpus, sharded
-from pool import in_each_process
+from processes import Ended, Setting, in_each_process, run_fresh
 from thinwire import CommunicationError, PowerSGD
 from thinwire.adapters.attach import attach
 from thinwire.algorithms.error_feedback import ERROR
@@ -29,8 +28,8 @@ def remembered(sync: Any) -> dict[str, torch.Tensor]:
 
 def test_all_shards_and_replicas_are_told_of_a_lost_one() -> None:
     """It dies between its messages. Who waits for it raises and ends, and so who waits for those."""
-    ended = crash.run(_until_lost, processes=4)
-    assert ended[LOST] == crash.Ended(None, -9)
+    ended = run_fresh(_until_lost, processes=4)
+    assert ended[LOST] == Ended(None, -9)
     for process, each in enumerate(ended[:LOST]):
         world, kind, words, steps, is_as_before, owes = each.told
         assert world == 4
@@ -41,7 +40,7 @@ def test_all_shards_and_replicas_are_told_of_a_lost_one() -> None:
         assert owes
 
 
-def _until_lost(setting: crash.Setting) -> tuple[int, str, str, int, bool, bool]:
+def _until_lost(setting: Setting) -> tuple[int, str, str, int, bool, bool]:
     setting.join_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(language(), mesh["shard"])

@@ -29,7 +29,7 @@ from adapters.test_sharded import (
     sharded,
     tokens_of,
 )
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, Warmup, attach
 from thinwire.algorithms import Algorithm
 from thinwire.comm import InProcessTransport, Metered, ProcessGroupTransport, run_members

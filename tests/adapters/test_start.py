@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, Quantize, hooks
 from thinwire.algorithms import Algorithm
 from thinwire.epfml import AlgorithmAggregator

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from adapters.test_sharded import runs_on_cpus
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, powersgd
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.errors import AgreementError, ConfigError, StepError
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync import engine_of
-from training import error_of, new_model
+from training import are_alike, error_of, new_model
 
 PAIRS = [[0, 1], [2, 3]]
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import thinwire
 from advice.ways import advice_of, network, way
-from pool import Pool
+from processes import Spawn
 from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice, losses, step_benchmark
 from thinwire.advice.forecast import notes_on_link
@@ -285,8 +285,8 @@ def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPa
     assert times == [(0.001, 0.003), (0.002, 0.004)]
 
 
-def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
-    everyone = pool2.run(_advised)
+def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(spawn: Spawn) -> None:
+    everyone = spawn(2, _advised)
     first, second = ([p.step_seconds for p in slow.predictions] for slow, *_ in everyone)
     assert first == second
     num_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
@@ -329,9 +329,9 @@ def _advised() -> tuple[Advice, Advice, bool]:
     return slow, fast, same and all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_one_algorithm_alone_takes_memory_at_a_time(pool2: Pool) -> None:
+def test_one_algorithm_alone_takes_memory_at_a_time(spawn: Spawn) -> None:
     """Without the garbage collector, which does not know how much memory a device has left."""
-    for world_size, num_variants, alive in pool2.run(_alive):
+    for world_size, num_variants, alive in spawn(2, _alive):
         assert world_size == 2
         assert num_variants == len(priced())
         assert max(map(len, alive)) == 1
@@ -376,8 +376,8 @@ def test_a_process_alone_needs_no_group() -> None:
     assert not dist.is_initialized()
 
 
-def test_what_can_not_be_advised(pool2: Pool) -> None:
-    assert pool2.run(_refused) == [2, 2]
+def test_what_can_not_be_advised(spawn: Spawn) -> None:
+    assert spawn(2, _refused) == [2, 2]
 
 
 def _refused() -> int:

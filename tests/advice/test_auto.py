@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import buckets, random_gradients, true_means
-from pool import Pool
+from processes import Spawn
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
 from thinwire.advice.automatic import Auto, Rules, _differs
@@ -292,8 +292,8 @@ def _choice_of(chooser: Auto) -> dict[str, Any]:
     }
 
 
-def test_ddp_processes_choose_alike(pool2: Pool) -> None:
-    first, second = pool2.run(_ddp)
+def test_ddp_processes_choose_alike(spawn: Spawn) -> None:
+    first, second = spawn(2, _ddp)
     assert first["world"] == 2
     assert first["used"] == second["used"]
     assert first["measured"] == second["measured"]
@@ -310,8 +310,8 @@ def _ddp() -> dict[str, Any]:
     return _choice_of(_trained(DistributedDataParallel(layers())))
 
 
-def test_shards_and_replicas_choose_alike(pool4: Pool) -> None:
-    everyone = pool4.run(_sharded)
+def test_shards_and_replicas_choose_alike(spawn: Spawn) -> None:
+    everyone = spawn(4, _sharded)
     assert all(choice["world"] == 4 for choice in everyone)
     assert all(choice["used"] == everyone[0]["used"] for choice in everyone)
     assert all(choice["measured"] == everyone[0]["measured"] for choice in everyone)

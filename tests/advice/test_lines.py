@@ -12,11 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pasted import handles, lines_for, run
-from pool import Pool
+from processes import Spawn
 
 
-def test_lines_for_ddp_and_fsdp2_run_as_they_are(pool2: Pool) -> None:
-    for world_size, ratios in pool2.run(_pasted, [lines_for("DDP"), lines_for("FSDP2")]):
+def test_lines_for_ddp_and_fsdp2_run_as_they_are(spawn: Spawn) -> None:
+    for world_size, ratios in spawn(2, _pasted, [lines_for("DDP"), lines_for("FSDP2")]):
         assert world_size == 2
         assert len(ratios) == 2
         assert min(ratios) > 5

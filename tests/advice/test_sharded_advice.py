@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from advice.ways import network
-from pool import Pool
+from processes import Spawn
 from thinwire import ConfigError
 from thinwire.adapters.sharded.model import local_of
 from thinwire.advice import Advice, losses, sharded_subject, step_benchmark
@@ -33,8 +33,8 @@ def one_step(model: nn.Module) -> None:
     torch.autograd.backward(model(torch.ones(4, COLUMNS)).square().mean())
 
 
-def test_the_shards_of_a_replica_share_its_link(pool4: Pool) -> None:
-    everyone = pool4.run(_advised)
+def test_the_shards_of_a_replica_share_its_link(spawn: Spawn) -> None:
+    everyone = spawn(4, _advised)
     first, of_all, probed, notes = everyone[0]
     assert all(advice.predictions == first.predictions for advice, *_ in everyone)
     assert first.shards == 2

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import members
 import thinwire
 from catalog import buckets, random_gradients
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import registry
 from thinwire.algorithms.error_feedback import ERROR
@@ -28,6 +28,7 @@ from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
 from thinwire.watch.report import report_page
 from toy import TREND, AroundTrend
+from training import are_alike
 
 
 def test_it_goes_to_a_low_rank_algorithm_and_back() -> None:

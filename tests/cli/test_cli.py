@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from launcher import run_python
+from commands import run_python
 from thinwire import PowerSGD, Watch, checks
 from thinwire.cli import build_app, main
 from thinwire.cli.common import check_output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import WITHOUT_PACKAGE, run_job, run_python
+from commands import WITHOUT_PACKAGE, run_job, run_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {

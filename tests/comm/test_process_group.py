@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from comm.every_collective import check_every_collective, tensor_of
-from pool import in_each_process
+from processes import in_each_process
 from thinwire.comm import ProcessGroupTransport, checked_group, p2p, process_group
 from thinwire.comm.process_group import DistWork, future_of, own_subgroup
 from thinwire.comm.transport import Operation

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms import ddp_comm_hooks as stock
 
 import thinwire
+from commands import run_python
 from hooks.test_hooks import new_model
-from launcher import run_python
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import ddp_comm_hooks, hooks
 from training import gathered
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-import crash
-import forking
-from launcher import WITHOUT_PACKAGE, run_python, started_python
+from commands import WITHOUT_PACKAGE, listening_on, run_python, started_python
+from demo import forking
+from processes import Setting, run_fresh
 from thinwire import launch
 from thinwire.cli.demo import JobError, run_algorithms
 from thinwire.demo.model import (
@@ -134,12 +134,12 @@ def test_missing_packages_are_named(package: str) -> None:
 
 
 def test_a_failing_process_is_told_in_one_line(tmp_path: Path) -> None:
-    (ended,) = crash.run(_failed, tmp_path, processes=1)
+    (ended,) = run_fresh(_failed, tmp_path, processes=1)
     assert re.fullmatch(r"the training job failed: process [01] ended with exit code 1; see .*", ended.told)
     assert "no-such-network" in (tmp_path / "processes.log").read_text()
 
 
-def _failed(setting: crash.Setting, folder: Path) -> str:
+def _failed(setting: Setting, folder: Path) -> str:
     forking.install()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "loopback_interface", lambda: "no-such-network")
@@ -179,7 +179,7 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         processes = [running.pid, *map(int, children)]
         assert len(processes) == 3
-        addresses = {each for process_id in processes for each in crash.listening_on(process_id)}
+        addresses = {each for process_id in processes for each in listening_on(process_id)}
         assert addresses
         assert all(address.is_loopback for address in addresses)
         os.killpg(running.pid, signal.SIGINT)

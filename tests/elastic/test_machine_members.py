@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher import started_python
-from stand_ins import stand_ins
+from commands import stand_ins, started_python
 
 pytest.importorskip("torchft")
 

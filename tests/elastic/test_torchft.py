@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from commands import EXAMPLES, assert_compressed_and_agreed, run_python, stand_ins
 from job import PATIENCE_SECONDS, Job
-from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
-from stand_ins import stand_ins
 from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError

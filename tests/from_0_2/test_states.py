@@ -9,13 +9,13 @@ import torch
 
 from adapters.test_sharded import runs_on_cpus
 from from_0_2.runs import FILES, RUNS, go_on
-from pool import Pools
+from processes import Spawn
 
 NAMES = [pytest.param(name, marks=[runs_on_cpus] if name.startswith("fsdp") else []) for name in RUNS]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_next_step_is_as_0_2_made_it(name: str, pools: Pools) -> None:
-    first, *_ = pools.of(RUNS[name][0]).run(go_on, name, Path(FILES, name))
+def test_the_next_step_is_as_0_2_made_it(name: str, spawn: Spawn) -> None:
+    first, *_ = spawn(RUNS[name][0], go_on, name, Path(FILES, name))
     expected = torch.load(FILES / name / "then.pt", weights_only=True)
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)

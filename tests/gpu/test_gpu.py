@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from kernel_calls import asked, iteration, orthonormal_rows, wanted
-from pool import Pool
+from kernel_calls import asked, iteration, wanted
+from processes import Spawn
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
@@ -34,7 +34,7 @@ from thinwire.kernels.dispatch import (
     entry_kernels_for,
     kernels_for,
 )
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.matrices import MatrixGroup, Rows, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
@@ -100,9 +100,9 @@ ALGORITHMS: list[Algorithm] = [
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attached_models_train_as_on_the_cpu(
-    pool2: Pool, algorithm: Algorithm, dtype: torch.dtype, device: str
+    spawn: Spawn, algorithm: Algorithm, dtype: torch.dtype, device: str
 ) -> None:
-    results = pool2.run(_attached, algorithm, dtype, device)
+    results = spawn(2, _attached, algorithm, dtype, device)
     assert len(results) == 2
     for difference, ratio, parameters in results:
         assert difference < (5e-2 if dtype == torch.bfloat16 or "bf16" in str(algorithm) else 1e-3)
@@ -127,8 +127,8 @@ def _attached(algorithm: Algorithm, dtype: torch.dtype, device: str) -> tuple[fl
 
 @on_both
 @pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(matrix_rank=2)], ids=str)
-def test_sharded_models_overlap_to_the_same_result(pool2: Pool, algorithm: Algorithm, device: str) -> None:
-    for difference, ratio, steps in pool2.run(_sharded, algorithm, device):
+def test_sharded_models_overlap_to_the_same_result(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
+    for difference, ratio, steps in spawn(2, _sharded, algorithm, device):
         assert difference < 1e-6
         assert steps == STEPS
         assert isinstance(algorithm, AllReduce) or ratio > 1.2
@@ -163,8 +163,8 @@ def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float, int]:
     "name",
     ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"],
 )
-def test_every_hook(pool2: Pool, name: str, device: str) -> None:
-    for gradients, plain in pool2.run(_hooked, name, device):
+def test_every_hook(spawn: Spawn, name: str, device: str) -> None:
+    for gradients, plain in spawn(2, _hooked, name, device):
         assert all(gradient.isfinite().all() for gradient in gradients)
         assert gap(gradients, plain) < (2e-2 if "SGD" not in name else 2.0)
 
@@ -185,8 +185,8 @@ def _hooked(name: str, device: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @on_both
-def test_an_overflow_under_a_grad_scaler(pool2: Pool, device: str) -> None:
-    for steps, skipped, finite, scale in pool2.run(_overflow, device):
+def test_an_overflow_under_a_grad_scaler(spawn: Spawn, device: str) -> None:
+    for steps, skipped, finite, scale in spawn(2, _overflow, device):
         assert (steps, skipped) == (STEPS, 1)
         assert finite
         assert scale == 2.0**9
@@ -211,8 +211,8 @@ def _overflow(device: str) -> tuple[int, int, bool, float]:
 
 @on_both
 @pytest.mark.parametrize("kind", ["optimizer_step", "LocalSGD"])
-def test_without_ddp(pool2: Pool, kind: str, device: str) -> None:
-    for difference, ratio, parameters in (results := pool2.run(_without_ddp, kind, device)):
+def test_without_ddp(spawn: Spawn, kind: str, device: str) -> None:
+    for difference, ratio, parameters in (results := spawn(2, _without_ddp, kind, device)):
         assert difference < 1e-3
         assert ratio > 2
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][2], strict=True))
@@ -253,8 +253,8 @@ TRAINING: dict[str, Callable[..., float]] = {
 
 
 @on_both
-def test_state_moves_between_devices(pool2: Pool, device: str) -> None:
-    for difference in pool2.run(_moved, device):
+def test_state_moves_between_devices(spawn: Spawn, device: str) -> None:
+    for difference in spawn(2, _moved, device):
         assert difference < 1e-3
 
 
@@ -271,14 +271,6 @@ def _moved(device: str) -> float:
             torch.autograd.backward(loss_of(model, step, place))
             kept[:] = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     return gap(gradients[1], gradients[0])
-
-
-@on_both
-def test_orthonormal_rows(device: str) -> None:
-    rows = torch.randn(3, 6, 200, generator=torch.Generator().manual_seed(0))
-    here = orthonormal_rows([rows])[0]
-    there = orthonormal_rows([rows.to(device)])[0]
-    torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-6)
 
 
 @needs_gpu
@@ -318,9 +310,9 @@ def _synchronisations(algorithm: Algorithm, host_check: HostCheck) -> int:
 @needs_gpu
 @pytest.mark.parametrize("built_on_it", [True, False])
 @pytest.mark.parametrize("trained_on_it", [True, False])
-def test_gradients_of_side_streams(pool2: Pool, built_on_it: bool, trained_on_it: bool) -> None:
+def test_gradients_of_side_streams(spawn: Spawn, built_on_it: bool, trained_on_it: bool) -> None:
     """DDP runs hooks on the stream that it was built on; Lightning builds it on one and trains on another."""
-    for difference, ratio in pool2.run(_on_a_side_stream, built_on_it, trained_on_it):
+    for difference, ratio in spawn(2, _on_a_side_stream, built_on_it, trained_on_it):
         assert difference < 1e-5
         assert ratio > 2
 
@@ -458,29 +450,3 @@ def test_what_does_not_overlap_is_timed_by_events() -> None:
         engine.average([(specs, torch.randn(400 * 300, device="cuda"))])
     torch.cuda.synchronize()
     assert 0 < engine.reporter.stats().exposed_seconds < time.perf_counter() - start
-
-
-@needs_gpu
-def test_the_arithmetic_can_be_captured_as_a_graph() -> None:
-    """PyTorch's: of Triton's kernels the tables hold addresses, which a captured allocation does not keep."""
-    flat = torch.randn(3 * 40 * 64, device="cuda")
-    errors = torch.randn(3, 40, 64, device="cuda")
-    (right,) = LOW_RANK.orthonormal_rows([Rows(torch.randn(3, 2, 64, device="cuda"))])
-
-    def arithmetic() -> None:
-        group = MatrixGroup(["a", "b", "c"], list(flat.view(3, 40, 64)), list(errors), 2)
-        (product,) = LOW_RANK.products([MatmulBatch(group, right, None, True)])
-        (left,) = LOW_RANK.orthonormal_rows([Rows(product)])
-        (own,) = LOW_RANK.projections([MatmulBatch(group, left, None, False)])
-        LOW_RANK.reconstruct([Reconstruction(group, list(errors), [iteration(left, own, own)], None)])
-
-    before = flat.clone(), errors.clone()
-    arithmetic()
-    expected = flat.clone(), errors.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        arithmetic()
-    for tensor, value in zip((flat, errors), before, strict=True):
-        tensor.copy_(value)
-    graph.replay()
-    torch.testing.assert_close((flat, errors), expected)

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from gpu.test_gpu import exact_products, gap, on_both
-from pool import Pool, are_alike
+from processes import Spawn
 from thinwire import AllReduce, DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm
+from training import are_alike
 
 PROCESSES, STEPS = 4, 8
 ALGORITHMS: list[Algorithm] = [
@@ -49,8 +50,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> No
 
 @on_both
 @with_each
-def test_machines_of_two_processes(pool4: Pool, algorithm: Algorithm, device: str) -> None:
-    results = pool4.run(_on_machines, algorithm, device)
+def test_machines_of_two_processes(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
+    results = spawn(4, _on_machines, algorithm, device)
     assert len(results) == PROCESSES
     for difference, ratio, alike in results:
         assert difference < 1e-3
@@ -71,8 +72,8 @@ def _on_machines(algorithm: Algorithm, device: str) -> tuple[float, float, bool]
 
 @on_both
 @pytest.mark.parametrize("kind", ["DiLoCo in fragments", "LocalSGD with TopK"])
-def test_averaged_models(pool4: Pool, kind: str, device: str) -> None:
-    for difference, ratio, alike in pool4.run(_averaged, kind, device):
+def test_averaged_models(spawn: Spawn, kind: str, device: str) -> None:
+    for difference, ratio, alike in spawn(4, _averaged, kind, device):
         assert difference < 1e-3
         assert alike
         assert ratio > 8
@@ -99,8 +100,8 @@ def _averaged(kind: str, device: str) -> tuple[float, float, bool]:
 
 @on_both
 @pytest.mark.parametrize("algorithm", [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2)], ids=str)
-def test_replicas_of_two_shards(pool4: Pool, algorithm: Algorithm, device: str) -> None:
-    results = pool4.run(_sharded, algorithm, device)
+def test_replicas_of_two_shards(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
+    results = spawn(4, _sharded, algorithm, device)
     if "refused" in results:
         pytest.skip("GLOO HERE DOES NOT SCATTER TENSORS OF A GPU: FSDP2's shards were not tested on one")
     for difference, ratio in results:

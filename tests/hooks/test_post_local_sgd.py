@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import AttachError, ConfigError, LocalSGD, hooks
 from thinwire.comm import ProcessGroupTransport
 from training import agreed, flat, halves, new_model, new_optimizer, pairs, train

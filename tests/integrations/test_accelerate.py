@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from accelerated import several_processes
-from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes, run_python
+from commands import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes, run_python, stand_ins
 from pasted import handles, lines_for, run
-from pool import in_each_process
-from stand_ins import stand_ins
+from processes import in_each_process
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
 from thinwire.integrations.accelerate import DistributedDataParallelKwargs, ParallelismConfig

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader
 
 import thinwire
 from accelerated import assert_chosen_alike, assert_knows_its_steps
-from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes, run_python
+from commands import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes, run_python
 from pasted import lines_for, run
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import ConfigError, PowerSGD, elastic, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
 from thinwire.sync import engine_of

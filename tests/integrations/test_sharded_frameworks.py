@@ -28,7 +28,7 @@ from accelerated import several_processes
 from adapters.test_sharded import agreed, flat, language, mesh_of, sharded, train
 from integrations.test_lightning import Regression, fit
 from integrations.test_transformers import new_trainer
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, PowerSGD
 from thinwire.integrations.accelerate import ParallelismConfig
 from thinwire.integrations.transformers import attach as attach_trainer

@@ -29,9 +29,9 @@ from transformers import (
 
 import thinwire
 from accelerated import assert_chosen_alike, assert_knows_its_steps, several_processes
-from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
+from commands import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import elastic
 from thinwire.integrations.local import catch_up
 from thinwire.integrations.transformers import ThinwireCallback, attach
@@ -233,8 +233,7 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     with several_processes():
         trainer, again = new_trainer(str(tmp_path)), Looking()
         trainer.add_callback(again)
-        callback = ThinwireCallback(averaging)
-        trainer.add_callback(callback)
+        callback = attach(trainer, averaging)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert torch.equal(look.weights[2], again.begun)
         assert again.agreed == [True, False, True]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.kernels import device_tables
-from thinwire.kernels.device_tables import TableRows, launch_table, workspace
+from thinwire.kernels.triton import launcher
+from thinwire.kernels.triton.launcher import TableRows, launch_table, workspace
 
 CPU = torch.device("cpu")
 
 
 def test_tables_are_kept_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_tables, "MAX_TABLES", 2)
-    device_tables._kept.clear()
+    monkeypatch.setattr(launcher, "MAX_TABLES", 2)
+    launcher._tables.clear()
     made: list[int] = []
 
     for number in (1, 2, 1, 3, 1, 2):
@@ -46,16 +46,16 @@ def test_a_table_is_not_dropped_while_another_thread_takes_it(monkeypatch: pytes
                 others[0].join(0.2)  # waits, if it must, for the first
             return found
 
-    monkeypatch.setattr(device_tables, "MAX_TABLES", 1)
-    monkeypatch.setattr(device_tables, "_kept", Meeting())
+    monkeypatch.setattr(launcher, "MAX_TABLES", 1)
+    monkeypatch.setattr(launcher, "_tables", Meeting())
     for _ in range(2):
         assert launch_table("first", lambda: ([(1,)], [1]), CPU).rows.tolist() == [[1]]
     others[0].join()
-    assert [table.rows.tolist() for table in device_tables._kept.values()] == [[[2]]]
+    assert [table.rows.tolist() for table in launcher._tables.values()] == [[[2]]]
 
 
 def test_a_workspace_stays_until_a_call_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_tables, "_workspaces", {})
+    monkeypatch.setattr(launcher, "_workspaces", {})
     first, smaller, larger = (workspace("sums", numel, torch.float32, CPU) for numel in (8, 5, 9))
     assert smaller.data_ptr() == first.data_ptr() != larger.data_ptr()
     assert [len(first), len(smaller), len(larger)] == [8, 5, 9]

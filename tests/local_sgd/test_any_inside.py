@@ -16,11 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import thinwire
 from experts import Mixture, divide
-from pool import are_alike, gathered, in_each_process
+from processes import in_each_process
 from thinwire import Nesterov, PowerSGD, Streaming
 from thinwire.errors import AttachError, StepError
 from thinwire.local_sgd import DiLoCo, LocalSGD
 from thinwire.tensors.layout import local_tensor
+from training import are_alike, gathered
 
 BATCH = 16
 HOW = ("local", "stacked", "beside")  # experts are divided

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from elastic.in_turns import alone
 from members import Member, in_each_member
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import DiLoCo, LocalSGD, elastic
 from thinwire.algorithms import AllReduce
 from thinwire.errors import ConfigError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from members import NESTEROV, Member, run
-from pool import Pool, in_each_process
+from processes import Spawn, in_each_process
 from thinwire import Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
 from thinwire.errors import StateError
@@ -208,9 +208,9 @@ def test_a_process_group_of_some() -> None:
     assert local.stats().compression_ratio == 2
 
 
-def test_a_run_resumes_in_other_processes(pool2: Pool, pool4: Pool) -> None:
+def test_a_run_resumes_in_other_processes(spawn: Spawn) -> None:
     """What two processes have saved, four go on with."""
-    pool4.run(_resume_on_more, pool2.run(_save)[0])
+    spawn(4, _resume_on_more, spawn(2, _save)[0])
 
 
 SETTINGS: dict[str, Any] = {"every_steps": 4, "algorithm": PowerSGD(), "outer": NESTEROV}

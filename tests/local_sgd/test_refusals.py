@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from members import NESTEROV, POWER, Member, in_each_member
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import Nesterov, Streaming, Warmup
 from thinwire.adapters.attach import attach
 from thinwire.algorithms import AllReduce, PowerSGD

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from members import NESTEROV, POWER, Member, in_each_member, run
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import StateError, Streaming, checkpoint
 from thinwire.adapters.attach import attach
 from thinwire.algorithms import Algorithm, AllReduce, Quantize

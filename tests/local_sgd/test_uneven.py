@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from members import NESTEROV, Member, in_each_member
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import Warmup
 from thinwire.algorithms import PowerSGD
 from thinwire.local_sgd import LocalSGD

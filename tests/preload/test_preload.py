@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import Pool
+from processes import Spawn
 from thinwire import ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
 from thinwire.cli import main
@@ -92,8 +92,8 @@ def started_otherwise() -> list[str]:
     return reasons
 
 
-def test_a_process_that_was_started_otherwise_is_named(pool2: Pool) -> None:
-    alike, other, missing = pool2.run(started_otherwise)[0]
+def test_a_process_that_was_started_otherwise_is_named(spawn: Spawn) -> None:
+    alike, other, missing = spawn(2, started_otherwise)[0]
     assert not alike
     assert "process 1" in other
     assert "processes 1 were not" in missing

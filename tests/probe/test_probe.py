@@ -23,9 +23,8 @@ from torch._C._distributed_c10d import HashStore
 import thinwire
 from advice.ways import network
 from cli.test_cli import exit_code
-from crash import listening_on
-from launcher import run_in_network
-from pool import Pool
+from commands import listening_on, run_all
+from processes import Spawn
 from test_lab import real, undisturbed
 from thinwire.cli.probe import _counts, describe_streams, show
 from thinwire.comm import ProcessGroupTransport, Work
@@ -40,7 +39,12 @@ def probed(network: Network, path: Path, budget_seconds: float) -> tuple[Probe, 
     """The probe and what it printed, in the lab."""
     with network:
         options = [f"--budget-seconds={budget_seconds}", f"--save={path}"]
-        ended = run_in_network(network, "thinwire", "probe", *options)
+        environments = [network.environment(rank) for rank in range(network.processes)]
+        entering = [
+            network.command_in(rank // network.processes_per_machine) for rank in range(network.processes)
+        ]
+        namespaces = [[flag.partition("=")[2] for flag in flags if "/ns/" in flag] for flags in entering]
+        ended = run_all(("thinwire", "probe", *options), environments, namespaces=namespaces)
     assert [each.returncode for each in ended] == [0] * network.processes, ended
     return Probe.load(path), ended[0].stdout
 
@@ -77,8 +81,8 @@ def test_links_of_a_known_rate(
         assert inside > 2 * between
 
 
-def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:
-    first, second = pool2.run(_probed_here)
+def test_it_is_the_same_on_every_process_and_in_time(spawn: Spawn) -> None:
+    first, second = spawn(2, _probed_here)
     assert first == second
     assert first.world_size == 2
     assert first.backend == "gloo"
@@ -119,9 +123,9 @@ def test_a_budget_of_nothing_and_a_single_process_are_refused(budget: float, tol
         probe(budget_seconds=budget)
 
 
-def test_a_budget_too_small_to_tell_the_rate_is_told(pool2: Pool) -> None:
+def test_a_budget_too_small_to_tell_the_rate_is_told(spawn: Spawn) -> None:
     """Here all messages take equally long."""
-    for found, advised in pool2.run(_hardly_probed):
+    for found, advised in spawn(2, _hardly_probed):
         assert found.world_size == 2
         assert [timing.message_bytes for timing in found.timings] == [4, 1024]
         assert found.bytes_per_second is None
@@ -195,9 +199,9 @@ def test_a_file_of_the_last_release_is_read_and_so_is_what_is_saved(tmp_path: Pa
     assert Probe.load(path) == read
 
 
-def test_a_collective_is_timed_by_the_process_that_comes_last(pool2: Pool) -> None:
+def test_a_collective_is_timed_by_the_process_that_comes_last(spawn: Spawn) -> None:
     """Here it takes a second more on the second process than on the first."""
-    for rank, (seconds, slept) in enumerate(pool2.run(_timed_with_one_late)):
+    for rank, (seconds, slept) in enumerate(spawn(2, _timed_with_one_late)):
         assert seconds == [1.0, 2.0, 1.0]
         assert slept == ([0.3, 0.3] if rank == 0 else [0.3])
 
@@ -289,8 +293,8 @@ def test_a_probe_that_can_not_be_computed_with_is_refused(
 # Several connections of Gloo's
 
 
-def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told(pool2: Pool) -> None:
-    for rates, interface in pool2.run(_compared_streams):
+def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told(spawn: Spawn) -> None:
+    for rates, interface in spawn(2, _compared_streams):
         assert sorted(rates) == [1, 3]
         assert min(rates.values()) > 1e6
         assert interface == "lo"

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher import run_job
-from pool import Pool
+from commands import run_job
+from processes import Spawn
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.cli import check
 from thinwire.errors import CommunicationError
@@ -98,8 +98,8 @@ BREAKING = [
 
 
 @pytest.mark.parametrize(("breaking", "name"), BREAKING, ids=lambda each: getattr(each, "__name__", each))
-def test_a_check_can_fail(pool2: Pool, breaking: Callable[..., None], name: str) -> None:
-    before, after = zip(*pool2.run(_broken, breaking, name), strict=True)
+def test_a_check_can_fail(spawn: Spawn, breaking: Callable[..., None], name: str) -> None:
+    before, after = zip(*spawn(2, _broken, breaking, name), strict=True)
     assert before == ([], [])
     assert bool(after[0]) == (breaking is not doubled)
     assert after[1]
@@ -116,8 +116,8 @@ def _broken(breaking: Callable[..., None], name: str) -> tuple[list[str], list[s
     return before, context.findings
 
 
-def test_machines_of_several_processes_are_checked_as_attach_uses_them(pool4: Pool) -> None:
-    for machines, findings in pool4.run(_on_machines):
+def test_machines_of_several_processes_are_checked_as_attach_uses_them(spawn: Spawn) -> None:
+    for machines, findings in spawn(4, _on_machines):
         assert machines == (2, 2)
         assert findings == []
 
@@ -132,8 +132,8 @@ def _on_machines() -> tuple[tuple[int, int], list[str]]:
     return (context.machines.inter_node.size, context.machines.intra_node.size), context.findings
 
 
-def test_a_device_is_measured(pool2: Pool) -> None:
-    for page in pool2.run(_measured):
+def test_a_device_is_measured(spawn: Spawn) -> None:
+    for page in spawn(2, _measured):
         assert [row["of"] for row in page["arithmetic"]] == [f"matrix rank {rank}" for rank in RANKS]
         for row in page["arithmetic"]:
             assert 0 < max(value for value in row.values() if isinstance(value, float)) < 1e-5
@@ -188,8 +188,8 @@ def test_where_there_is_no_gpu_it_says_why_and_what_serves_instead() -> None:
     assert run.stderr.endswith("; the CPU serves, --device cpu measures it\n")
 
 
-def test_output_that_can_not_be_written_leaves_the_others_in_peace(pool2: Pool) -> None:
-    assert pool2.run(_checked_to_a_full_disk) == ["No space left on device", None]
+def test_output_that_can_not_be_written_leaves_the_others_in_peace(spawn: Spawn) -> None:
+    assert spawn(2, _checked_to_a_full_disk) == ["No space left on device", None]
 
 
 class FullDisk(io.StringIO):

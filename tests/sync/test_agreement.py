@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import buckets
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
@@ -26,6 +26,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, agree, run_members
 from thinwire.kernels import dispatch
 from thinwire.sync import Engine, GradientSync, bucket_plans
+from training import are_alike
 
 POWER = PowerSGD(matrix_rank=2)
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
-from pool import in_each_process
+from processes import in_each_process
 from sync.test_nonfinite import loss_of, new_ddp_model, run
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
 from thinwire import powersgd as epfl

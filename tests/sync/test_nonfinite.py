@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, Cast, ConfigError, LocalSGD, NonfiniteError, PowerSGD, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
-from training import error_of, flat
+from training import are_alike, error_of, flat
 
 POWER = PowerSGD(matrix_rank=2)
 BAD = 1  # the step, or the batch, that is not finite on one worker

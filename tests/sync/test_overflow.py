@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 import thinwire
-from pool import in_each_process
+from processes import in_each_process
 from sync.test_nonfinite import loss_of, new_ddp_model, new_model
 from thinwire import ConfigError, PowerSGD, hooks
 from thinwire import powersgd as epfl

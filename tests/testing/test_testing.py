@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from algorithms.test_conformance import assert_same_state
 from catalog import buckets, random_gradients
-from pool import in_each_process
+from processes import in_each_process
 from test_lost_peers import by_hook, by_optimizer_step
 from thinwire import ConfigError, PowerSGD
 from thinwire.simulation import Simulation

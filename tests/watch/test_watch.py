@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import thinwire
 from catalog import buckets, random_gradients, spec
-from pool import Pool
+from processes import Spawn
 from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
@@ -459,8 +459,8 @@ def test_growth(series: str) -> None:
 # Real processes
 
 
-def test_in_ddp_it_tells_what_a_process_sends(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(_trained, str(tmp_path)) == [2, 2]
+def test_in_ddp_it_tells_what_a_process_sends(spawn: Spawn, tmp_path: Path) -> None:
+    assert spawn(2, _trained, str(tmp_path)) == [2, 2]
     runs = [read_run(tmp_path / f"{process_rank}.jsonl") for process_rank in range(2)]
     for run in runs:
         assert run.processes == 2
@@ -484,8 +484,8 @@ def _trained(folder: str) -> int:
     return dist.get_world_size()
 
 
-def test_local_steps_are_counted_as_steps(pool2: Pool) -> None:
-    for steps, plan in pool2.run(_local):
+def test_local_steps_are_counted_as_steps(spawn: Spawn) -> None:
+    for steps, plan in spawn(2, _local):
         assert [number for number, each in enumerate(steps) if each["messages"]] == [0, 1, 4, 7]
         assert all(each["arithmetic_seconds"] >= 0 for each in steps)
         whole, sent = (sum(each[f"{name}_bytes"] for each in steps) for name in ("gradient", "message"))

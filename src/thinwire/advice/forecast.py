@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from socket import gethostname
 from typing import TYPE_CHECKING
@@ -112,10 +111,8 @@ def advise(
         subject = kind(module, stopwatch.transport, entered)
         benchmark = StepBenchmark(subject, one_step, stopwatch, training, transport)
         benchmark.run(budget_seconds, progress)
-        trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-        inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
         notes = notes_on_losses(optimizer, total_steps), notes_on_link(link, transport.size, device)
-        return advice_from(benchmark, link, inside_seconds, (least_gain, budget_loss), notes)
+        return advice_from(benchmark, link, least_gain, budget_loss, notes)
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
@@ -156,24 +153,18 @@ def _link_between_replicas(
 def advice_from(
     steps: PricedSteps,
     link: MeasuredLink,
-    inside_seconds: float,
-    limits: tuple[float, float],
+    least_gain: float,
+    budget_loss: float,
     notes: tuple[Iterable[str], Iterable[str]],
 ) -> Advice:
-    """Return what follows from timed or planned steps on a link. Collective.
-
-    `limits` are `least_gain` and `budget_loss`, checked; `inside_seconds` are for averaging in a machine;
-    `notes` are on losses, and on the link.
-    """
-    predictions = steps.predictions(link.transfer, inside_seconds)
+    """Return what follows from timed or planned steps on a link; notes on losses come first. Collective."""
+    predictions = steps.predictions(link)
     seconds_at: dict[str, dict[int, float]] = {prediction.name: {} for prediction in predictions}
     for ms in ROUND_TRIPS_MS if link.counts_round_trips else ():
-        network = partial(link.transfer, round_trip_seconds=ms / 1e3)
-        for prediction in steps.predictions(network, inside_seconds):
+        for prediction in steps.predictions(link, round_trip_seconds=ms / 1e3):
             seconds_at[prediction.name][ms] = prediction.step_seconds
     predictions = [replace(prediction, seconds_at=seconds_at[prediction.name]) for prediction in predictions]
     compute_seconds, low_seconds, high_seconds = steps.compute_seconds(link.members * link.processes)
-    least_gain, budget_loss = limits
     advice = Advice(
         predictions=tuple(sorted(predictions, key=lambda prediction: prediction.step_seconds)),
         baseline=next(prediction for prediction in predictions if prediction.name == steps.baseline),
@@ -184,18 +175,18 @@ def advice_from(
         shards=steps.shards,
         processes=link.processes,
     )
-    told = [*notes[0], *notes_on_size(steps.training)]
+    sentences = [*notes[0], *notes_on_size(steps.training)]
     best = advice.best
     if best.residual_bytes:
         residual = f"the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB"
         seconds = f"about {link.transfer('all_reduce', best.residual_bytes).seconds:.2g} s each time"
-        told.append(f"Saving (state_dict) averages {residual}, over the link: {seconds}.")
+        sentences.append(f"Saving (state_dict) averages {residual}, over the link: {seconds}.")
     if high_seconds > (1 + MIN_SPREAD) * low_seconds:
         spread = f"{1e3 * low_seconds:.1f} to {1e3 * high_seconds:.1f} ms"
-        told.append(
+        sentences.append(
             f"Half of the steps without averaging took {spread}: on a quiet machine predictions are surer."
         )
-    return replace(advice, notes=(*told, *notes[1]))
+    return replace(advice, notes=(*sentences, *notes[1]))
 
 
 def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) -> Iterator[str]:

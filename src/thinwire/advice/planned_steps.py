@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import nn
@@ -66,17 +65,12 @@ def advise_by_size(
     optimizer: str | None = None,
     total_steps: int | None = None,
 ) -> Advice:
-    """Return the advice for a model of so many parameters whose forward and backward pass take so long.
-
-    Raises:
-        ConfigError: A budget, an optimizer's name or a number of steps is out of range.
-    """
+    """Return the advice for a model of so many parameters whose forward and backward pass take so long."""
     if total_steps is not None:
         total_steps = whole_count("total_steps", total_steps, minimum=1)
     model, name = stand_in(parameters), optimizer_name(optimizer)
     steps = PlannedSteps(model, compute_seconds, Training.of(model, name, link.members, total_steps))
-    inside_seconds = link.inside_seconds(steps.gradient_bytes)
-    is_free_inside = link.processes > 1 and not inside_seconds
+    is_free_inside = link.processes > 1 and not link.inside_seconds(steps.gradient_bytes)
     # No step was timed, so it does not matter on which machines the probe was.
     unnamed = replace(link, probe=replace(link.probe, hosts=[]))
     notes_on_size_alone = (
@@ -87,7 +81,7 @@ def advise_by_size(
         "thinwire.advise(model, one_step, probe) makes the same table from timed steps of your own model.",
     )
     notes = notes_on_losses(optimizer, total_steps), notes_on_size_alone
-    return advice_from(steps, link, inside_seconds, (LEAST_GAIN, checked_budget(budget_loss)), notes)
+    return advice_from(steps, link, LEAST_GAIN, checked_budget(budget_loss), notes)
 
 
 def stand_in(parameters: int, device: str = "meta") -> nn.Module:
@@ -114,11 +108,11 @@ class PlannedSteps(PricedSteps):
     """Steps of a model as its plans say them, with DDP's buckets; the backward pass takes its time evenly."""
 
     def __init__(self, model: nn.Module, compute_seconds: float, training: Training) -> None:
-        super().__init__(training, InProcessTransport.group(1)[0])
         # Gradients are ready from the last layer to the first.
-        named = list(model.named_parameters())[::-1]
-        self._buckets = list(in_buckets([ParameterSpec.of(name, parameter) for name, parameter in named]))
-        self.gradient_bytes = sum(spec.gradient_bytes for spec in chain(*self._buckets))
+        specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()][::-1]
+        gradient_bytes = sum(spec.gradient_bytes for spec in specs)
+        super().__init__(training, InProcessTransport.group(1)[0], gradient_bytes)
+        self._buckets = list(in_buckets(specs))
         self.alone.timelines.append(Timeline((), compute_seconds))
         for name, variant in self.variants.items():
             arithmetic_seconds = training.parameters * ARITHMETIC_SECONDS[name]

@@ -143,10 +143,7 @@ def contenders(
 
 
 def _tied(predictions: Sequence[Prediction], least_gain: float) -> list[Prediction]:
-    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure.
-
-    None of them takes more than a tenth longer.
-    """
+    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure."""
     ranked = sorted(predictions, key=lambda prediction: prediction.step_seconds)
     fastest = ranked[0]
     return [

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.adapters.ddp import DDPAdapter, adapter_of, switched
 from thinwire.advice.losses import BASELINE, Training, expected_losses, priced
 from thinwire.advice.prediction import NATIVE, Prediction, code_of
-from thinwire.advice.timeline import Network, Stopwatch, Timeline
+from thinwire.advice.timeline import Stopwatch, Timeline
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Transport, gather_numbers, own_subgroup
 from thinwire.errors import ConfigError
+from thinwire.probe.measured_link import MeasuredLink
 from thinwire.sync import Engine
 
 if TYPE_CHECKING:
@@ -52,10 +54,7 @@ class DDPSubject:
 
     @contextmanager
     def averaging_with(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
-        """Average steps with an algorithm, or not at all.
-
-        The engine is made for this turn alone: what algorithms remember is as large as the model.
-        """
+        """Average steps with an algorithm, or not at all; what it remembers is freed at the end."""
         if algorithm is None:
             with self._ddp.no_sync():  # DDP calls no hook in there
                 yield None
@@ -79,24 +78,24 @@ class TimedSteps:
 class PricedSteps:
     """Steps with each priced algorithm, timed or planned, and what they would take on a network."""
 
-    shards: int | None = None  # processes that hold a replica together
-
-    def __init__(self, training: Training, transport: Transport, *, is_sharded: bool = False) -> None:
-        self.training = training
+    def __init__(
+        self, training: Training, transport: Transport, gradient_bytes: int, shards: int | None = None
+    ) -> None:
+        self.training, self.gradient_bytes = training, gradient_bytes
         self.transport = transport  # between all processes that measure
+        self.shards = shards  # processes that hold a replica together
         self.variants, self.losses = priced(), expected_losses(training)
-        self.baseline = NATIVE if is_sharded else BASELINE
+        self.baseline = NATIVE if shards else BASELINE
         self.variants[self.baseline] = self.variants.pop(BASELINE)
         self.losses[self.baseline] = self.losses.pop(BASELINE)
         self.alone = TimedSteps()
         self.timed = {name: TimedSteps() for name in self.variants}
 
-    def predictions(self, network: Network, inside_seconds: float = 0.0) -> list[Prediction]:
-        """Return a prediction for each algorithm, the mean of what all processes predict. Collective.
-
-        `inside_seconds` are for averaging inside of a machine, before and after the network.
-        """
+    def predictions(self, link: MeasuredLink, *, round_trip_seconds: float | None = None) -> list[Prediction]:
+        """Return a prediction for each algorithm, the mean of what all processes predict. Collective."""
         members, shards = self.training.members, self.shards
+        network = partial(link.transfer, round_trip_seconds=round_trip_seconds)
+        inside_seconds = link.inside_seconds(self.gradient_bytes)
         seconds = [
             quartile + inside_seconds
             for timed in self.timed.values()
@@ -148,9 +147,10 @@ class StepBenchmark(PricedSteps):
         training: Training,
         transport: Transport,
     ) -> None:
-        super().__init__(training, transport, is_sharded=subject.shards is not None)
+        trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+        gradient_bytes = sum(parameter.nbytes for parameter in trained)
+        super().__init__(training, transport, gradient_bytes, subject.shards)
         self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
-        self.shards = subject.shards
 
     def run(self, budget_seconds: float, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes."""

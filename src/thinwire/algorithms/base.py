@@ -117,10 +117,10 @@ class Memory:
         """Return a memory with copies of what is kept under some labels."""
         copies = {}
         for slot, tensors in self.slots.items():
-            kept = {label: tensors[label] for label in labels if label in tensors}
-            copies[slot] = dict(zip(kept, map(torch.empty_like, kept.values()), strict=True))
-            if kept:  # on an accelerator one launch copies many
-                torch._foreach_copy_(list(copies[slot].values()), list(kept.values()))
+            chosen = {label: tensors[label] for label in labels if label in tensors}
+            copies[slot] = dict(zip(chosen, map(torch.empty_like, chosen.values()), strict=True))
+            if chosen:  # on an accelerator one launch copies many
+                torch._foreach_copy_(list(copies[slot].values()), list(chosen.values()))
         return Memory(self.step, copies)
 
     def restore(self, before: Memory) -> None:

@@ -75,8 +75,8 @@ def with_residual(
                 # Add only as much residual as keeps the sum finite in this type: a step with an infinite sum
                 # would be skipped, and the next, and no residual would ever be sent. A gradient that is not
                 # finite itself stays so.
-                room = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
-                fitting = residual.clamp(-room, room)
+                headroom = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
+                fitting = residual.clamp(-headroom, headroom)
                 remainder = residual - fitting
                 # Even if it is zero: names must be the same on all members, whose amounts differ.
                 sent.remainders[name] = remainder if scale is None else remainder / scale

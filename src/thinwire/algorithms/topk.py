@@ -167,20 +167,19 @@ class TopKPlan(BucketPlan):
         memory[REDUCTION].update(zip(self.names, less.split_with_sizes(counts), strict=True))
 
     def _in_one(
-        self, kept: Mapping[str, torch.Tensor], sizes: list[int], dtype: torch.dtype, device: torch.device
+        self, tensors: Mapping[str, torch.Tensor], sizes: list[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return what memory has of all parameters as one: mostly it lies so. Zeros for what it lacks."""
-        parts = [kept.get(name) for name in self.names]
         # Other buckets may have left it in another shape.
-        fits = [part is not None and len(part) == size for part, size in zip(parts, sizes, strict=True)]
-        if not any(fits):
-            return torch.zeros(sum(sizes), dtype=dtype, device=device)
-        if all(fits):
-            return concat_view([part for part in parts if part is not None])
-        zeros = torch.zeros(sum(sizes), dtype=dtype, device=device).split_with_sizes(sizes)
-        return concat_view(
-            [zeros[i] if part is None or not fits[i] else part for i, part in enumerate(parts)]
-        )
+        known = {
+            name: part
+            for name, size in zip(self.names, sizes, strict=True)
+            if (part := tensors.get(name)) is not None and len(part) == size
+        }
+        if len(known) < len(sizes):
+            zeros = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            known = {**dict(zip(self.names, zeros.split_with_sizes(sizes), strict=True)), **known}
+        return concat_view([known[name] for name in self.names])
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
         """Return how much of gradient and residual was not sent. Cost: one norm for each parameter."""

@@ -75,10 +75,10 @@ def _print_all(context: CheckContext, *, as_json: bool, with_device: bool) -> bo
     """Check, measure and print, on the first process; return whether all is well here. Collective."""
     prints = context.transport.rank == 0
     failures = _failures(context, Console(stderr=True, quiet=as_json or not prints))
-    title = f"{context.transport.size} processes, "
-    if context.machines is not None:
-        title += f"{context.machines.inter_node.size} machines of {context.machines.intra_node.size}, "
-    title += f"{dist.get_backend()}, {context.device.type}"
+    machines, on = context.machines, ""
+    if machines is not None:
+        on = f"{machines.inter_node.size} machines of {machines.intra_node.size}, "
+    title = f"{context.transport.size} processes, {on}{dist.get_backend()}, {context.device.type}"
     try:
         if prints and not as_json:
             lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in failures.items()]
@@ -120,18 +120,17 @@ def _served_by(device: torch.device) -> str:
 
 def _tables(page: dict[str, list[Row]]) -> str:
     """Return tables in Markdown, to paste into an issue."""
+
+    def cell(value: str | float) -> str:
+        if isinstance(value, str):
+            return value
+        return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"  # milliseconds or copies, or an error
+
     lines = []
     for rows in filter(None, page.values()):
-        cells = [[_cell(value) for value in row.values()] for row in rows]
-        table = [list(rows[0]), ["---"] * len(rows[0]), *cells]
+        table = [list(rows[0]), ["---"] * len(rows[0]), *(map(cell, row.values()) for row in rows)]
         lines += ["", *(f"| {' | '.join(line)} |" for line in table)]
     return "\n".join(lines)
-
-
-def _cell(value: str | float) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"  # milliseconds or copies, or an error
 
 
 def _failures(context: CheckContext, console: Console) -> dict[str, int]:

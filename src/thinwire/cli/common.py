@@ -35,10 +35,7 @@ BACKEND = typer.Option(
 
 
 def run_here(processes: int | None) -> None:
-    """Run this command in this many processes of this machine.
-
-    Exits as they do. Returns at once in one of them, and if None is asked for.
-    """
+    """Run this command in this many processes, and exit as they do; return in one of them, and if None."""
     if processes is None or is_in_local_job():
         return
     processes_here("processes", processes, minimum=1)
@@ -63,10 +60,7 @@ def exit_if_stopped(received: int | None) -> None:
 def joined_job(
     command: str, backend: str | None, *, timeout_seconds: float = 600.0
 ) -> Iterator[torch.device]:
-    """Join the default process group of the job, and yield the process's device.
-
-    With the backend None, it is NCCL if there is a GPU, else Gloo.
-    """
+    """Join the job's default process group (of NCCL if there is a GPU, else Gloo), and yield the device."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         start = f"torchrun --nproc-per-node 2 --no-python thinwire {command}"
         raise ConfigError(

@@ -75,6 +75,8 @@ def demo(
 
 def run_algorithms(options: DemoOptions, console: Console) -> list[Path]:
     """Train with every algorithm, and print the table; return the records."""
+    from thinwire.watch.report import summary  # noqa: PLC0415 - slow to import
+
     paths = [options.record_path(name) for name in options.algorithms]
     for path in paths:
         path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
@@ -90,8 +92,6 @@ def run_algorithms(options: DemoOptions, console: Console) -> list[Path]:
         exit_if_stopped(job.run())
     if job.failure is not None:
         raise JobError(f"the training job failed: {job.failure}; see {log_path}")
-    from thinwire.watch.report import summary  # noqa: PLC0415 - slow to import
-
     table = Table("", title="The same training, once per algorithm")
     columns = [summary(read_run(path), ["heldout_loss"]) for path in paths]
     for column in columns:

@@ -259,11 +259,7 @@ class ProcessGroupTransport(GroupTransport):
         return self._started(where, lambda: gather(self.group, async_op=True))
 
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
-        """Send a message from the first member to the second and back; others need not call this.
-
-        Returns:
-            Seconds per direction on the first, None on the second.
-        """
+        """Send a message from the first member to the second and back; return seconds a way on the first."""
         purpose = f"a message between the processes {first} and {second}"
         if self.rank == second:
             # It receives first: if both sent first, each could wait for the other to receive.

@@ -229,8 +229,9 @@ def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.T
     count = -(-numel // scaled_elements)
     # Copy: the codes of the process before may end at an address that fp32 can't have.
     scale, zero = codes[: 8 * count].clone().view(torch.float32).view(2, count, 1)
-    rows: torch.Tensor = codes[8 * count :].view(count, scaled_elements).float()
-    return ((rows - zero) * scale).view(-1)[:numel]
+    rows = codes[8 * count :].view(count, scaled_elements)
+    gradients: torch.Tensor = (rows.float() - zero) * scale
+    return gradients.view(-1)[:numel]
 
 
 # Group, hook and sizes that were agreed upon, by a bucket's first parameter. Otherwise gradients of different

@@ -138,23 +138,23 @@ def round_all_into(
         for item in items:
             round_into(*item, loss_scale)
         return
-    rounded, kept = [item[0] for item in items], [item[1] for item in items]
+    rounded, means = [item[0] for item in items], [item[1] for item in items]
     # Cut off at the range: what is beyond stays in the residual; an infinite gradient would be lost.
-    limit = min(torch.finfo(rounded[0].dtype).max, torch.finfo(kept[0].dtype).max)
+    limit = min(torch.finfo(rounded[0].dtype).max, torch.finfo(means[0].dtype).max)
     # Rounded first and cut off then: a mean that rounds up to infinity is cut off as well.
-    torch._foreach_copy_(rounded, kept)
+    torch._foreach_copy_(rounded, means)
     torch._foreach_clamp_max_(rounded, limit)
     torch._foreach_clamp_min_(rounded, -limit)
-    known = [item[2] for item in items if item[2] is not None]
-    if known:
-        torch._foreach_sub_(kept, widened(rounded, kept[0].dtype))
+    errors = [item[2] for item in items if item[2] is not None]
+    if errors:
+        torch._foreach_sub_(means, widened(rounded, means[0].dtype))
         if loss_scale is not None:
-            torch._foreach_div_(kept, loss_scale)
+            torch._foreach_div_(means, loss_scale)
         if is_healthy is not None:
-            for mean in kept:
+            for mean in means:
                 # Filled, and not multiplied by zero: a NaN would stay one and spoil the residual.
                 mean.masked_fill_(~is_healthy, 0.0)
-        torch._foreach_add_(known, kept)
+        torch._foreach_add_(errors, means)
 
 
 def round_into(

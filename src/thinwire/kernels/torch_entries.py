@@ -26,13 +26,13 @@ def encode(query: TopKQuery) -> torch.Tensor:
         wanted.div_(query.loss_scale)
     query.wanted = wanted.add_(query.error, alpha=query.decay)
     # Chunks of one length at a time.
-    found = [largest(wanted, chunks) for chunks in layout.parts]
-    positions = torch.cat([positions.view(-1) for positions, _ in found])
-    values = torch.cat([values.view(-1) for _, values in found])
+    chosen = [largest(wanted, chunks) for chunks in layout.parts]
+    positions = torch.cat([positions.view(-1) for positions, _ in chosen])
+    values = torch.cat([values.view(-1) for _, values in chosen])
     chunk = chunk_of_entries(layout, wanted.device)
     if layout.bits == 16:
         return packed(layout, positions, values, on_the_wire(values), chunk)
-    scales = on_the_wire(torch.cat([end_levels(rows, layout.bits) for _, rows in found]))
+    scales = on_the_wire(torch.cat([end_levels(rows, layout.bits) for _, rows in chosen]))
     return packed(layout, positions, codes_of(values, chunk, scales, layout.bits), scales, chunk)
 
 
@@ -107,22 +107,22 @@ def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Ten
     return positions, rows.gather(1, positions)
 
 
-def _largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
+def _largest(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return where the entries of largest magnitude stand in each row, in ascending order."""
     # Only the groups with the highest peaks can have the largest entries: to order those alone is three times
     # as fast as to order whole rows.
     num_rows, length = rows.shape
-    size = 1 << int(math.log2(length / kept) / 2 + 0.5)  # about as many groups as there are candidates
+    size = 1 << int(math.log2(length / count) / 2 + 0.5)  # about as many groups as there are candidates
     if size == 1 or length % size:
-        return rows.abs().topk(kept, sorted=False).indices.sort(1).values
+        return rows.abs().topk(count, sorted=False).indices.sort(1).values
     num_groups = length // size
     grouped = rows.view(num_rows, size, num_groups)  # a group's entries lie `num_groups` apart
     # From both extremes: `abs` would write all of the gradient once more.
     peaks = torch.maximum(grouped.amax(1), grouped.amin(1).neg_())
-    groups = peaks.topk(kept, sorted=False).indices
+    groups = peaks.topk(count, sorted=False).indices
     candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)
-    best = candidates.topk(kept, sorted=False).indices
-    return (best // kept * num_groups + groups.gather(1, best % kept)).sort(1).values
+    best = candidates.topk(count, sorted=False).indices
+    return (best // count * num_groups + groups.gather(1, best % count)).sort(1).values
 
 
 # A message: marks and words with positions and codes, then scales.

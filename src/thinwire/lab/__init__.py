@@ -76,12 +76,7 @@ class LinkSpec:
         return Delays(latency / 2, jitter / 2, number_with_unit(self.loss, {"%": 0.01}, 0, 0.5, known))
 
     def shaping(self) -> list[str]:
-        """Return the queue of what a machine sends, for `tc qdisc add dev … root`; empty without a rate.
-
-        Examples:
-            >>> LinkSpec("1.5gbit").shaping()[:3]
-            ['tbf', 'rate', '1500000000bit']
-        """
+        """Return the queue of what a machine sends, for `tc qdisc add dev … root`; empty without a rate."""
         bits = self.bits_per_second
         if bits is None:
             return []

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -29,7 +29,7 @@ from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
 from thinwire.errors import AttachError, StateError, ThinwireError
 from thinwire.preload.settings import VARIABLE, Options, averaging_of
 from thinwire.sync import GradientSync, engine_of
-from thinwire.torch_private import default_store, not_compiled, remove_forward_pre_hooks
+from thinwire.torch_private import default_store, forget_hooks_in, not_compiled, remove_forward_pre_hooks
 from thinwire.version import __version__
 
 STORE_SECONDS = 30.0  # how long a process waits for the others to say that they were started alike
@@ -47,11 +47,9 @@ _state_of_ddp = DistributedDataParallel.__getstate__
 
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
     """Let scripts pickle and copy a model whole: what they get is as without the door."""
-    state: dict[str, Any] = _state_of_ddp(model)
+    state: dict[str, Any] = _state_of_ddp(model)  # type: ignore[no-untyped-call]
     if model in _attached:
-        hooks = state["_forward_pre_hooks"].items()
-        others = [(key, hook) for key, hook in hooks if not type(hook).__module__.startswith("thinwire.")]
-        state |= {"_comm_hooks": [], "_forward_pre_hooks": OrderedDict(others)}
+        forget_hooks_in(state, "thinwire.")
     return state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -82,31 +83,23 @@ class Probe:
     wire_factors: dict[Collective, float] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
 
-    @property
+    # Both are asked for with every message of a prediction.
+    @cached_property
     def latency_seconds(self) -> float:
         """The time of an averaging of almost nothing."""
         return self.timings[0].median_seconds
 
-    @property
-    def rate_from(self) -> tuple[Timing, Timing] | None:
-        """The largest message, behind the largest one that took less for sure; None if none did.
-
-        For sure: their quartiles do not overlap.
-        """
-        large = self.timings[-1]
-        smaller = (small for small in reversed(self.timings[:-1]) if small.quartiles[1] < large.quartiles[0])
-        small = next(smaller, None)
-        return None if small is None else (small, large)
-
-    @property
+    @cached_property
     def bytes_per_second(self) -> float | None:
-        """The rate of each process's link, by `rate_from`, sent as on a ring; None if not known."""
-        if self.rate_from is None:
-            return None
-        # From the difference of two large messages: costs that don't depend on the size fall out.
-        small, large = self.rate_from
-        sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
-        return sent / (large.median_seconds - small.median_seconds)
+        """The rate of each process's link, sent as on a ring; None if no message took longer for sure."""
+        # From the largest message, and the largest one that took less by all quartiles: costs that don't
+        # depend on the size fall out of the difference.
+        large = self.timings[-1]
+        for small in reversed(self.timings[:-1]):
+            if small.quartiles[1] < large.quartiles[0]:
+                sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
+                return sent / (large.median_seconds - small.median_seconds)
+        return None
 
     def known_rate(self) -> float:
         """Return `bytes_per_second`.
@@ -145,11 +138,7 @@ class Probe:
         return median(rates) if rates else None
 
     def average_seconds(self, message_bytes: float) -> float:
-        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest.
-
-        Raises:
-            ConfigError: It is larger than all that were measured, and the link's rate is not known.
-        """
+        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest."""
         # Below the smallest there is nothing but latency.
         if message_bytes <= self.timings[0].message_bytes:
             return self.latency_seconds
@@ -186,11 +175,7 @@ class Probe:
 
     @classmethod
     def from_json(cls, text: str) -> Probe:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: It is none, or of a different version.
-        """
+        """Read what `to_json` returned; ValueError if it is none, or of a different version."""
         plain = json.loads(text)
         try:
             if plain["version"] != VERSION:

@@ -55,11 +55,7 @@ class MeasuredLink:
 
     @classmethod
     def of(cls, probe: Probe, shards: int = 1) -> MeasuredLink:
-        """Return the link between the machines of a probe if they are alike, else between its processes.
-
-        Raises:
-            ConfigError: The link's rate is not known.
-        """
+        """Return the link between the machines of a probe if they are alike, else between its processes."""
         # Without a rate every large message would seem to take as long as the largest that was probed.
         probe.known_rate()
         sizes = {len(node) for node in probe.nodes} if len(probe.nodes) > 1 else {1}
@@ -73,12 +69,9 @@ class MeasuredLink:
     def transfer(
         self, collective: Collective, handed_bytes: int, *, round_trip_seconds: float | None = None
     ) -> Transfer:
-        """Return the time of a collective that all processes of a machine make at once.
+        """Return the time of a collective of so many bytes that all processes of a machine make at once.
 
-        Args:
-            collective: What carries the message.
-            handed_bytes: What each process hands over.
-            round_trip_seconds: Of a link that is as fast as the one that was probed, over Gloo.
+        Over Gloo also on a link of a different round trip, as fast as the one that was probed.
         """
         sent_bytes = self.wire_bytes(collective, handed_bytes)
         averaged_bytes = sent_bytes / ring_share(self.probe.world_size)

@@ -60,20 +60,7 @@ class Remembered(NamedTuple):
 
 
 class AlgorithmState:
-    """Memory, what was loaded and waits for its bucket, and counts of steps.
-
-    Attributes:
-        specs: All parameters that are known, by name, in the order of the model.
-        all_known: Whether they were known from the start.
-        memory: What the algorithm reads and writes.
-        pending: Loaded, and not in memory yet.
-        unsynced_names: Parameters whose local slots have changed since they were averaged.
-        nonfinite_steps: Steps that were not finite, as far as the host knows.
-        may_remember: Whether some process of this machine may have something in memory.
-        torn: The step that has written memory, and whose means did not come; "" if there is none.
-        loaded_digest: Of what was loaded last, for processes to compare.
-        unchecked: A loaded state of which no one knows yet whether it is of this model.
-    """
+    """Memory, what was loaded and waits for its bucket, and counts of steps."""
 
     def __init__(
         self,
@@ -82,15 +69,15 @@ class AlgorithmState:
         partition: IntraNodePartition | None,
         num_parts: int,
     ) -> None:
-        self.specs = {spec.name: spec for spec in specs}
-        self.all_known = bool(self.specs)
+        self.specs = {spec.name: spec for spec in specs}  # all that are known, in the order of the model
+        self.all_known = bool(self.specs)  # from the start
         self.memory, self.pending = Memory(), Pending()
-        self.unsynced_names: set[str] = set()
-        self.nonfinite_steps = 0
-        self.may_remember = False
-        self.torn = ""
-        self.loaded_digest: int | None = None
-        self.unchecked: SavedState | None = None
+        self.unsynced_names: set[str] = set()  # parameters whose local slots have changed since averaged
+        self.nonfinite_steps = 0  # as far as the host knows
+        self.may_remember = False  # whether some process of this machine may have something in memory
+        self.torn = ""  # the step that has written memory, and whose means did not come
+        self.loaded_digest: int | None = None  # of what was loaded last, for processes to compare
+        self.unchecked: SavedState | None = None  # loaded, and no one knows yet whether of this model
         self.inter_node, self.partition, self._num_parts = inter_node, partition, num_parts
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
@@ -404,12 +391,7 @@ def assemble(
 ) -> Tensors:
     """Return whole tensors of the parts of several processes; zeros where no one has a part.
 
-    Args:
-        slots: Of all parts.
-        parts: What all have, or what this process has.
-        specs: Of the whole parameters.
-        view_of: Returns where in the whole tensor a part lies.
-        label_of: Returns under which label a tensor goes that is not elementwise.
+    `view_of` returns where in the whole tensor a part lies, `label_of` the label of what is not elementwise.
     """
     whole: Tensors = {slot: {} for slot in slots}
     for part in parts:

@@ -52,10 +52,6 @@ class BucketState:
     def __post_init__(self) -> None:
         self.names = frozenset(spec.name for spec in self.specs)
 
-    def release(self) -> None:
-        """Let go of the gradients: the step has ended."""
-        self.is_in_flight, self.flat, self.part = False, NO_GRADIENTS.flat, NO_GRADIENTS
-
 
 class BucketPlans:
     """Opens buckets, after all processes have agreed on them, and plans them with the algorithm in use."""

@@ -34,16 +34,6 @@ class Engine:
 
     An adapter opens each bucket, begins a step and starts the buckets in it. The user's `GradientSync`
     stands before the engine.
-
-    Attributes:
-        transport: Of all processes; what is agreed upon and saved goes through it, uncounted.
-        inter_node: With whom this process averages: all, or those of its local rank on other machines.
-        partition: Which process of this machine averages what; None if each averages whole buckets with all.
-        machines: The ranks on each machine, if machines have several.
-        wire: What steps send through; `thinwire.testing` puts something else in its place between steps.
-        state: What the algorithm remembers.
-        buckets: The plans.
-        reporter: Counts, warnings and observers.
     """
 
     def __init__(
@@ -58,15 +48,19 @@ class Engine:
         parts: Parts = (),
         machines: Machines | None = None,
     ) -> None:
+        # Of all processes: what is agreed upon and saved goes through it, uncounted. And with whom this one
+        # averages: all, or those of its local rank on other machines.
         self.transport = self.inter_node = transport
-        self.partition, self.machines = None, None
+        # Which process of this machine averages what; None if each averages whole buckets with all.
+        self.partition: IntraNodePartition | None = None
+        self.machines: tuple[tuple[int, ...], ...] | None = None  # the ranks on each, if they have several
         if machines is not None:
             # Processes of a machine average different parts, so they ask each other whether all are healthy.
             settings = replace(settings, health_group=machines.intra_node)
             self.inter_node, self.machines = machines.inter_node, machines.rows
             self.partition = IntraNodePartition(machines.intra_node)
         self.metered = Metered(self.inter_node, traffic)
-        self.wire: Transport = self.metered
+        self.wire: Transport = self.metered  # `thinwire.testing` puts something else here between steps
         self.traffic = self.metered.traffic
         self.clock = StepClock() if clock is None else clock
         self.state = AlgorithmState(specs, self.inter_node, self.partition, max(1, len(parts)))
@@ -137,7 +131,7 @@ class Engine:
             self.buckets,
             self.state.memory_at(number) if self._has_parts else self.state.memory,
             CollectiveScheduler(
-                self.wire, f"step {number}", pipelined=pipelined and self.algorithm.pipelines_buckets
+                self.wire, f"step {number}", pipelined=pipelined and self.buckets.algorithm.pipelines_buckets
             ),
             self.clock,
             self.traffic,
@@ -246,11 +240,8 @@ class Engine:
     ) -> SavedState:
         """Return the state that `load` would load, and change nothing.
 
-        Args:
-            state: As `GradientSync.load_state_dict` takes it.
-            strict: As of `GradientSync.load_state_dict`.
-            position: Of this process, if it may load what it has saved for itself.
-            whole: The whole parameters, if those here are shards.
+        With a `position` this process may load what it has saved for itself; `whole` are the whole
+        parameters, if those here are shards.
         """
         self.check_between_steps("load_state_dict()")
         loaded = read_state(state, self.algorithm.slots)

@@ -22,19 +22,14 @@ Errors = tuple[dict[str, float], dict[str, float]]
 
 
 class Reporter:
-    """What users, watchers and hooks ask of an engine.
-
-    Attributes:
-        observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
-        gradient_bytes: Of all steps, without compression.
-        compared: Puts the steps in between into the counts, for models that are averaged every few steps.
-    """
+    """What users, watchers and hooks ask of an engine."""
 
     def __init__(self, buckets: BucketPlans, traffic: Traffic, clock: StepClock) -> None:
-        self.observers: list[Callable[[bool], None]] = []
+        self.observers: list[Callable[[bool], None]] = []  # called after every step: was it committed?
+        # Puts the steps in between into the counts, for models that are averaged every few steps.
         self.compared: Callable[[Stats], Stats] = lambda stats: stats
         self._buckets, self._state, self._traffic, self._clock = buckets, buckets.state, traffic, clock
-        self.gradient_bytes = 0
+        self.gradient_bytes = 0  # of all steps, without compression
         self._has_warned = False
         self._kept_errors: tuple[int, Errors] | None = None  # the step after which they were kept
         self._printed: tuple[object, Plan] = (None, Plan(()))  # of which plans of buckets

@@ -157,14 +157,14 @@ class CollectiveScheduler:
             # All before anything is sent: so the next messages of all buckets travel as one.
             rounds, self._rounds, self._previous = self._rounds, [], None
             waiting = self._answer(rounds, self.tasks)
-            types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
-            for task in self._closing:
+            if self._closing:
                 self.writes = True
-                if task.gate is None:
-                    waiting.append(task)
-                if types and isinstance(task.request, Mean):
-                    # In the type of what is sent anyway: a separate message would cost a latency more.
-                    task.request = Mean(task.request.tensor.to(types[0]))
+                types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
+                for task in self._closing:
+                    if types and isinstance(task.request, Mean):
+                        # In the type of what is sent anyway: a separate message would cost a latency more.
+                        task.request = Mean(task.request.tensor.to(types[0]))
+                waiting += [task for task in self._closing if task.gate is None]
             if waiting:
                 self._send(waiting, f"{self.name}, round {self._number} of all buckets")
         return bool(waiting)
@@ -244,11 +244,13 @@ class CollectiveScheduler:
         return torch.stack([answer.to(answers[0].device, non_blocking=True) for answer in answers]).all()
 
     def commit_early(self) -> None:
-        """Let those pass that stand at a commit behind which no memory is written.
-
-        Only if no one goes back to the gradients as they were: if the step is dropped, they are filled.
-        """
-        self.commit([task for task in self.tasks if task.gate is not None and not task.gate.writes])
+        """Let those pass behind whose commit no memory is written; their gradients are gone then."""
+        passed = []
+        for task in self.tasks:
+            if task.gate is not None and not task.gate.writes:
+                passed.append(task)
+        if passed:
+            self.commit(passed)
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let tasks pass their commits: going on to their ends is what writes memory."""
@@ -269,10 +271,8 @@ class CollectiveScheduler:
         # The rounds stay: what was sent can't be called back, and `drain` must know of it.
 
     def drain(self) -> None:
-        """Wait for what was under way when it was closed; whether that has failed no longer matters.
-
-        Until then the backend may write to the messages, which may lie in the gradients themselves.
-        """
+        """Wait for what was under way when it was closed; whether that has failed no longer matters."""
+        # Until then the backend may write to the messages, which may lie in the gradients themselves.
         for round_ in self._rounds:
             for work in round_.works:
                 with suppress(CommunicationError):
@@ -346,7 +346,24 @@ class Round:
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
         # follows from what is asked for: not from which bucket asked first.
         for kind in sorted(kinds):
-            self.packed.append(_packed(kinds[kind], num_members, purpose))
+            owners, tensors, widths = [], [], []
+            for number, index, sent in kinds[kind]:
+                owners.append((number, index))
+                tensors.append(sent.tensor)
+                widths.append(sent.tensor.shape[-1])
+            if isinstance(sent, Mean):
+                # One alone is not copied, so its mean comes to lie where the request was.
+                flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
+                message = comm.Message("all_reduce", flat, flat, purpose, "mean")
+            else:
+                # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
+                flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
+                if isinstance(sent, AllGather):
+                    gathered = flat.new_empty(num_members, len(flat))
+                    message = comm.Message("all_gather", flat, gathered, purpose)
+                else:
+                    message = comm.Message("all_to_all", flat, torch.empty_like(flat), purpose)
+            self.packed.append(Packed(owners, message, widths))
 
     def answer(self) -> None:
         """Hand its tasks what has come."""
@@ -387,23 +404,3 @@ def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRe
     else:
         return request
     raise ConfigError(f"{name} has asked for {type(request).__name__} of {wrong}")
-
-
-def _packed(requests: Sequence[tuple[int, int, CollectiveRequest]], num_members: int, purpose: str) -> Packed:
-    """Return requests of one kind as one message: of an all-to-all side by side, else one after the other."""
-    owners, tensors, widths = [], [], []
-    for number, index, request in requests:
-        owners.append((number, index))
-        tensors.append(request.tensor)
-        widths.append(request.tensor.shape[-1])
-    kind = type(requests[0][2])
-    if kind is Mean:
-        # One alone is not copied, so its mean comes to lie where the request was.
-        flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
-        return Packed(owners, comm.Message("all_reduce", flat, flat, purpose, "mean"), widths)
-    # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
-    sent = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
-    if kind is AllGather:
-        gathered = sent.new_empty(num_members, len(sent))
-        return Packed(owners, comm.Message("all_gather", sent, gathered, purpose), widths)
-    return Packed(owners, comm.Message("all_to_all", sent, torch.empty_like(sent), purpose), widths)

@@ -11,7 +11,7 @@ from thinwire.algorithms import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import Traffic, true_for_all
 from thinwire.errors import StepError
-from thinwire.sync.bucket_plans import BucketPlans, BucketState
+from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
 from thinwire.sync.intra_node import IntraNodeReduces
 from thinwire.sync.precision import full_precision
@@ -28,16 +28,8 @@ class Step:
     """A step in flight. `Engine.begin` makes one; several may be open side by side, over different buckets.
 
     A bucket is started when its gradients are ready, and its first message is sent at once. When all were
-    started, `finish` brings all of them through their rounds, and lets all commit, or none.
-
-    Args:
-        plans: Open the buckets that are new, and have the state that a commit changes.
-        memory: What the algorithm reads, and writes behind its commit.
-        scheduler: Sends what the buckets ask for.
-        clock: Times the step.
-        traffic: Counts the time that the host waits, and bytes inside of machines.
-        ended: Is called when the step has ended, with whether it was committed.
-        weights: Say by how much this process counts; None if all count alike.
+    started, `finish` brings all of them through their rounds, and lets all commit, or none. `ended` is called
+    then, with whether it was committed.
     """
 
     def __init__(
@@ -59,7 +51,7 @@ class Step:
         self._num_sent = 0
         self._has_all = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
-        self._weights = weights
+        self._weights = weights  # None if all processes count alike
         self._share: Share | None = None
         self._reduces: IntraNodeReduces | None = None
         self._unused: UnusedParameters | None = None
@@ -179,11 +171,13 @@ class Step:
         if not self._buckets:
             raise StepError("finish() was called without start(): there are no gradients to average")
         waiting = self._buckets[self._num_sent :]
-        # One comparison of the processes for all that are new.
-        self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
-        # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
-        # Nothing has been written yet.
-        self._state.check_loaded()
+        if waiting:
+            # One comparison of the processes for all that are new.
+            self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
+        if self._state.unchecked is not None:
+            # If parameters become known bucket by bucket, the state of a different model can't be refused
+            # sooner. Nothing has been written yet.
+            self._state.check_loaded()
         for bucket in waiting:
             self._send(bucket)
         for bucket, part in self._reduces.take(but_last=False) if self._reduces is not None else ():
@@ -328,10 +322,7 @@ class Step:
         self._scheduler.commit(tasks, is_healthy)
 
     def _is_healthy(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return whether the step is healthy; and on machines, whether a local rank has something in memory.
-
-        Tensors of one bool, not read back.
-        """
+        """Return whether the step is healthy, not read back; of machines, also whether one remembers."""
         # Computed from what all members have received alike: all find the same, and need not ask each other.
         is_healthy, purpose = self._scheduler.is_healthy(), f"{self._name}, whether it is healthy"
         group = self._plans.settings.health_group
@@ -353,7 +344,7 @@ class Step:
         # until the group's timeout. What comes next does (`drain`).
         self._scheduler.close()
         for bucket in self._buckets if self.is_open else ():
-            bucket.release()
+            bucket.is_in_flight, bucket.flat, bucket.part = False, NO_GRADIENTS.flat, NO_GRADIENTS
         if self._reduces is not None:
             self._reduces.forget_taken()  # they are as large as the gradients
         self.is_open = False

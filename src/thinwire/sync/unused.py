@@ -58,11 +58,7 @@ class UnusedParameters:
 
 
 def used_flags(bucket: Bucket) -> torch.Tensor:
-    """Return 1 for each parameter whose gradient on this process is not zero, else 0: fp32.
-
-    Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket in a
-    few launches.
-    """
+    """Return 1 for each parameter whose gradient on this process is not zero, else 0: fp32; not read back."""
     if accelerators.is_accelerator(bucket.flat.device):
         # Sum of magnitudes: a maximum is not defined for tensors without elements.
         return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()

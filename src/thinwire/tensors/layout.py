@@ -1,4 +1,4 @@
-"""Tensors as one, without a copy if they lie so in memory."""
+"""Many tensors as one, without a copy if they lie so in memory, and parts of a tensor."""
 
 from __future__ import annotations
 

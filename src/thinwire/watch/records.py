@@ -114,8 +114,8 @@ def check_first_line(path: Path, line: bytes) -> Record:
             raise ValueError("expected a run and its format")
     except ValueError as error:
         reason = f"its first line: {error}" if line else "it is empty"
-        told = f"{path} is no file of a thinwire.Watch ({reason}); give a different path"
-        raise ConfigError(told) from error
+        message = f"{path} is no file of a thinwire.Watch ({reason}); give a different path"
+        raise ConfigError(message) from error
     if first["format"] != FORMAT:
         other = f"{path} has format {first['format']}, this Thinwire has format {FORMAT}"
         raise ConfigError(f"{other}; give a different path, or read it with the Thinwire that wrote it")

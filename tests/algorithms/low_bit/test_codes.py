@@ -259,8 +259,9 @@ def test_both_roundings_bring_every_block_nearer_than_nothing_does(
         for start in range(0, len(flat), block):
             part, result = (each[start : start + block].double() for each in (flat, found))
             left, whole = (part - result).norm(), part.norm()
-            # Below 1.2e-38 there are no scales.
-            assert left < whole or (left == whole and part.abs().mean() < 2e-36)
+            # Below 1.2e-38 there are no scales, of which the largest may be the last level's multiple.
+            is_tiny = part.abs().mean() < 2e-36 or part.abs().max() < 1.2e-38 * CODEBOOKS[bits].levels[-1]
+            assert left < whole or (left == whole and is_tiny)
 
 
 @every_bits

@@ -32,8 +32,8 @@ def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Te
     if not isinstance(parameter, DTensor):
         return local
     # Without the check, which is collective over the shards: others may have no need to call this.
-    like, layout = {"shape": parameter.shape, "stride": parameter.stride()}, parameter.placements
-    return DTensor.from_local(local, parameter.device_mesh, layout, run_check=False, **like)
+    mesh, layout, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(local, mesh, layout, run_check=False, shape=shape, stride=parameter.stride())
 
 
 class Piece(NamedTuple):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.algorithms.base import Memory, Slot
-from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.matrices import BucketMatrices
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
 from thinwire.algorithms.requests import Round
@@ -18,7 +17,7 @@ from thinwire.tensors import accelerators
 SEED_STRIDE = 1_000_003
 
 
-def starting_bases(config: LowRank, memory: Memory, M: BucketMatrices, side: int) -> list[torch.Tensor]:
+def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.Tensor]:
     """Return a basis for each group: (matrices, r, rows) for side 0, (matrices, r, columns) for side 1.
 
     Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a standard
@@ -38,7 +37,7 @@ def starting_bases(config: LowRank, memory: Memory, M: BucketMatrices, side: int
             return made_ahead
     items = []
     for group, shape, factor in zip(M.groups, shapes, in_memory(FACTOR), strict=True):
-        drawn = _drawn_rows(config, memory.step, M, shape, group.matrices[0])
+        drawn = _drawn_rows(memory.step, M, shape, group.matrices[0])
         if factor is not None and factor.dtype == drawn.dtype:
             rows = factor.clone()
         else:
@@ -48,31 +47,30 @@ def starting_bases(config: LowRank, memory: Memory, M: BucketMatrices, side: int
 
 
 def bases_ahead(
-    config: LowRank, memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
+    memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
 ) -> Round[list[torch.Tensor] | None]:
     """Make what the next step starts from, on accelerators for all buckets at once: launches count.
 
     None on the CPU: there each bucket's are made when it starts, while messages of others are under way.
     """
-    if not config.warm_start or not accelerators.is_accelerator(M.device):
+    if not M.workspace.warm_start or not accelerators.is_accelerator(M.device):
         return None
     # A row that is zero stays zero through every product, and its direction would be lost for good: it
     # died when a gradient had too low a matrix rank, or was never there. So dead rows are replaced.
-    drawn = [_drawn_rows(config, memory.step, M, (f.shape[1], f.shape[2]), f) for f in factors]
+    drawn = [_drawn_rows(memory.step, M, (f.shape[1], f.shape[2]), f) for f in factors]
     return (yield from M.orthonormal(factors, "ahead", drawn))
 
 
-def _drawn_rows(
-    config: LowRank, step: int, M: BucketMatrices, shape: tuple[int, int], like: torch.Tensor
-) -> torch.Tensor:
+def _drawn_rows(step: int, M: BucketMatrices, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    seed, drawn = M.workspace.seed, M.workspace.drawn
     dtype = torch.promote_types(like.dtype, torch.float32)  # factors of 16-bit gradients are fp32, too
-    if not config.warm_start:
+    if not M.workspace.warm_start:
         # Different ones in each step: the same would never see what lies across them.
-        return random_rows(config.seed + SEED_STRIDE * step, shape, like.device).to(dtype)
+        return random_rows(seed + SEED_STRIDE * step, shape, like.device).to(dtype)
     # With a warm start only dead rows are drawn again: the same ones each time.
-    key, drawn = (shape, like.device, dtype), M.workspace.drawn
+    key = shape, like.device, dtype
     if key not in drawn:
-        drawn[key] = random_rows(config.seed, shape, like.device).to(dtype)
+        drawn[key] = random_rows(seed, shape, like.device).to(dtype)
     return drawn[key]
 
 

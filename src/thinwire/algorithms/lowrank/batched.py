@@ -99,7 +99,7 @@ class BatchedPlan(LowRankPlan):
 class Padded:
     """A bucket's gradients and its residual, each flat with zeros behind it, in memory that stays.
 
-    New memory in each step would cost as much as the arithmetic: the first write to it is slow.
+    So a step binds nothing anew, and asks for no memory: all buckets of a step need it at once anyway.
     """
 
     def __init__(self, names: Sequence[str], sizes: list[int], length: int, dtype: torch.dtype) -> None:

@@ -19,11 +19,14 @@ class Workspace:
     """Tensors that stay from step to step, and with them the tables of addresses that kernels look up.
 
     Attributes:
+        seed: Of random rows, with which bases begin.
+        warm_start: Whether only the first step takes such.
         M: The matrices of the last step, if those of the next may lie where they lay.
         drawn: Random rows by shape, device and type.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int, *, warm_start: bool = True) -> None:
+        self.seed, self.warm_start = seed, warm_start
         self.M: BucketMatrices | None = None
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._batches: dict[tuple[str, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
@@ -95,10 +98,10 @@ class BucketMatrices:
     kernels: Kernels
     device: torch.device
     workspace: Workspace
-    key: Hashable
-    errors: Sequence[torch.Tensor | None]
-    written: Sequence[Sequence[torch.Tensor] | None]
-    wide: torch.dtype | None
+    key: Hashable = None
+    errors: Sequence[torch.Tensor | None] = ()
+    written: Sequence[Sequence[torch.Tensor] | None] = ()
+    wide: torch.dtype | None = None
 
     def products(
         self, Q: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool

@@ -34,7 +34,7 @@ from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
 
 NewState: TypeAlias = dict[Slot, Sequence[torch.Tensor]]
-"""What a step leaves to the next one: a batch for each group of matrices, by slot."""
+"""Tensors that a step leaves to the next one: by slot, a batch for each group of matrices."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class PowerSGDPlan(LowRankPlan):
 
     @cached_property
     def workspace(self) -> Workspace:
-        """What steps share: made by the first, bound anew when something has moved."""
-        return Workspace()
+        """The tensors that steps share."""
+        return Workspace(self.config.seed, warm_start=self.config.warm_start)
 
     @cached_property
     def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
@@ -93,7 +93,7 @@ class PowerSGDPlan(LowRankPlan):
             # factor in memory is of the side whose turn it is.
             turn = (memory.step - self.config.warmup_steps) * self.config.power_iterations
             side = 0 if self.alternating and turn % 2 == 0 else 1
-            start = starting_bases(self.config, memory, M, side)
+            start = starting_bases(memory, M, side)
             if self.alternating:
                 terms = yield from self._alternating_rounds(M, start, turn, messages, scale)
             else:
@@ -259,7 +259,7 @@ class PowerSGDPlan(LowRankPlan):
         new: NewState = {}
         if self.config.warm_start:
             new[FACTOR] = factors
-            bases = yield from bases_ahead(self.config, memory, M, factors)
+            bases = yield from bases_ahead(memory, M, factors)
             if bases is not None:
                 new[BASIS] = bases
         if self.config.error_feedback:

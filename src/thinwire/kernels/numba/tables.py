@@ -34,12 +34,12 @@ class _Addresses(NamedTuple):
 
 
 def _addresses_of(group: MatrixGroup) -> _Addresses:
-    found: _Addresses | None = group.bound.get("numba")
-    if found is None:
+    bound: _Addresses | None = group.bound.get("numba")
+    if bound is None:
         errors = [error for error in group.errors if error is not None]
         known = addresses(errors) if len(errors) == len(group.errors) else None
-        found = group.bound["numba"] = _Addresses(addresses(group.matrices), known)
-    return found
+        bound = group.bound["numba"] = _Addresses(addresses(group.matrices), known)
+    return bound
 
 
 def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:

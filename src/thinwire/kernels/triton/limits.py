@@ -83,17 +83,17 @@ def can_be_used() -> bool:
 
 @cache
 def _why_unusable() -> str:
-    found = installed()
-    if found is None:
+    release = installed()
+    if release is None:
         return "Triton is not installed"
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        return f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later"
+    if tuple(int(part) for part in release.split(".")[:2]) < OLDEST:
+        return f"Triton {release} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later"
     try:
         # Imported here: Triton is no requirement.
         import_module("thinwire.kernels.triton.launcher").check()
     # Whatever it is, such as a missing C compiler or no place for a cache: PyTorch's kernels do without.
     except Exception as error:
-        return f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})"
+        return f"Triton {release} is installed but does not compile ({''.join(str(error).splitlines()[:1])})"
     return ""
 
 

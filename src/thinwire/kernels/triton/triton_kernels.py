@@ -17,10 +17,16 @@ import torch
 
 from thinwire.kernels import torch_kernels
 from thinwire.kernels.base import Tables
-from thinwire.kernels.device_tables import LaunchTable, TableRows, launch_table, workspace
 from thinwire.kernels.matrices import DEPENDENT_BELOW, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.launcher import FUSED, padded
+from thinwire.kernels.triton.launcher import (
+    FUSED,
+    LaunchTable,
+    TableRows,
+    launch_table,
+    padded,
+    workspace,
+)
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
 from thinwire.kernels.triton.triton_codes import CODES
 from thinwire.kernels.triton.triton_entries import ENTRIES
@@ -232,8 +238,8 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     splits = [-(-batch.shape[2] // SPLIT_ROWS) for _, factors, _ in launches for batch in factors]
     shapes = [(len(out), split, *out.shape[1:]) for split, out in zip(splits, all_outs, strict=True)]
     # One room for all launches: the second one reads what each of them has written.
-    room = workspace("parts", sum(map(math.prod, shapes)), torch.float32, results[0].device)
-    all_parts = split_as(room, shapes)
+    buffer = workspace("parts", sum(map(math.prod, shapes)), torch.float32, results[0].device)
+    all_parts = split_as(buffer, shapes)
     remaining = iter(all_parts)
     for launch, factors, outs in launches:
         parts = [next(remaining) for _ in outs]
@@ -383,9 +389,9 @@ def _results(
     outs: Sequence[torch.Tensor | None], shapes: Sequence[torch.Size | tuple[int, ...]], device: torch.device
 ) -> list[torch.Tensor]:
     """Return room for results: what was given for them, or new memory."""
-    given = [out for out in outs if out is not None]
-    if len(given) == len(outs):
-        return given
+    buffers = [out for out in outs if out is not None]
+    if len(buffers) == len(outs):
+        return buffers
     # The type is named wherever an address goes to a kernel: the default one is the user's to set.
     return split_as(torch.empty(sum(map(math.prod, shapes)), dtype=torch.float32, device=device), shapes)
 
