@@ -281,9 +281,9 @@ def end(running: Sequence[Process]) -> None:
 
 def finish(running: Sequence[Process], limit_seconds: float) -> list[int]:
     """Run processes; those that have not ended in time print their stacks, and are killed. Return which."""
-    deadline = time.monotonic() + limit_seconds
     for each in running:
-        each.start()
+        each.start()  # the first waits for the server, which imports
+    deadline = time.monotonic() + limit_seconds
     try:
         for each in running:
             each.join(max(0.0, deadline - time.monotonic()))

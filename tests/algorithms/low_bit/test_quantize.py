@@ -131,3 +131,17 @@ def test_a_residual_does_not_grow(bits: int, numel: int) -> None:
         norms.append(max(float(error[name].norm()) for error in errors for name in ("small", "equal")))
     assert max(norms[60:]) < 4 * max(norms[:60])
     assert max(norms) < 20 * numel**0.5
+
+
+def test_members_round_the_same_gradient_by_different_chances() -> None:
+    """Else rounding errors would not average out. What coding its mean loses is the third member's alone."""
+    layout, gradient = (
+        [(spec("weight", 96, 64),)],
+        torch.randn(96 * 64, generator=torch.Generator().manual_seed(0)),
+    )
+    algorithm = Quantize(bits=2, rounding="stochastic", error_feedback=True)
+    simulation = Simulation(algorithm, layout, num_workers=3)
+    assert simulation.step([[gradient.clone()] for _ in range(3)])
+    assert simulation.syncs[0].stats().compression_ratio > 10
+    first, second, _ = (engine.state.memory[ERROR]["weight"][-32 * 64 :] for engine in simulation.engines)
+    assert (first != second).float().mean() > 0.1
