@@ -57,7 +57,7 @@ BASELINE = "PyTorch fp16 hook"
 EPFML = "epfml PowerSGD 4"
 # Over slow links, more of what is sent in few bits can be sent before the backward pass ends.
 SMALL_BUCKET_MB = 4
-OVERLAPPED_STEPS = 30  # of a turn: its last one has no forward pass behind it
+OVERLAPPED_STEPS = 20  # of a turn: its last one has no forward pass behind it
 RATES = ("100mbit", "1gbit", UNSHAPED)
 MIX = 0.5
 KEPT = Kept("network")
