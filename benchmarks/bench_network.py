@@ -269,7 +269,7 @@ CONTENDERS: dict[str, NewTrainer] = {
     **{
         f"Quantize(bits={bits}), {words}": ours(thinwire.Quantize(bits=bits), bucket_cap_mb=bucket_cap_mb)
         for words, bucket_cap_mb, some_bits in (
-            ("small buckets", SMALL_BUCKET_MB, (4, 2)),
+            ("small buckets", SMALL_BUCKET_MB, (6, 4, 2)),
             ("buckets of 2 MB", 2, (4, 2)),
             ("buckets of 8 MB", 8, (4, 2)),
             ("buckets of 16 MB", 16, (2,)),
