@@ -209,7 +209,7 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
 def _keyed(
     place: str, value: object, owner: torch.Tensor | None = None
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield what mappings hold of a parameter that is a key of theirs."""
+    """Yield the values that mappings hold under a parameter."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if isinstance(key, torch.Tensor):
