@@ -57,7 +57,7 @@ BASELINE = "PyTorch fp16 hook"
 EPFML = "epfml PowerSGD 4"
 # Over slow links, more of what is sent in few bits can be sent before the backward pass ends.
 SMALL_BUCKET_MB = 4
-OVERLAPPED_STEPS = 30  # of a turn: its last one has no forward pass behind it
+OVERLAPPED_STEPS = 20  # of a turn: its last one has no forward pass behind it
 RATES = ("100mbit", "1gbit", UNSHAPED)
 MIX = 0.5
 KEPT = Kept("network")
@@ -269,7 +269,7 @@ CONTENDERS: dict[str, NewTrainer] = {
     **{
         f"Quantize(bits={bits}), {words}": ours(thinwire.Quantize(bits=bits), bucket_cap_mb=bucket_cap_mb)
         for words, bucket_cap_mb, some_bits in (
-            ("small buckets", SMALL_BUCKET_MB, (4, 2)),
+            ("small buckets", SMALL_BUCKET_MB, (6, 4, 2)),
             ("buckets of 2 MB", 2, (4, 2)),
             ("buckets of 8 MB", 8, (4, 2)),
             ("buckets of 16 MB", 16, (2,)),

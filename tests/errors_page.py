@@ -64,9 +64,10 @@ def messages(node: ast.expr | None, inside: ast.AST) -> set[str]:
         case ast.Name(id=name):
             given = assigned(ast.walk(inside), name) or assigned(CONSTANTS, name)
             found = set().union(*(messages(each, ast.Pass()) for each in given))
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in FUNCTIONS.keys() - dir(
-            str
-        ):
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in FUNCTIONS.keys() - {
+            *dir(str),
+            *dir(dict),
+        }:
             returned = [each.value for each in ast.walk(FUNCTIONS[name]) if isinstance(each, ast.Return)]
             found = set().union(*(messages(each, ast.Pass()) for each in returned))
     return found if 0 < len(found) <= MOST else {UNKNOWN}

@@ -39,6 +39,11 @@ def texts(rank: int, rows: int) -> torch.Tensor:
     return (start + 3 * torch.arange(17)) % VOCABULARY
 
 
+def rows() -> Any:
+    """Return the texts as a data set, which frameworks divide between the ranks."""
+    return list(texts(0, 16 * STEPS))
+
+
 def nanogpt() -> None:
     """Train as nanoGPT's train.py: DDP, AdamW, micro-steps that send nothing, a scaler, clipping."""
     dist.init_process_group("gloo")
@@ -48,7 +53,7 @@ def nanogpt() -> None:
         attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    losses = []
+    losses: list[float] = []
     for batch in texts(rank, 8 * STEPS * micro_steps).chunk(STEPS * micro_steps):
         is_last = len(losses) % micro_steps == micro_steps - 1
         model.require_backward_grad_sync = is_last
@@ -71,7 +76,7 @@ def accelerated() -> None:
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     module = TinyGPT()
-    batches = torch.utils.data.DataLoader(list(texts(0, 16 * STEPS)), batch_size=4)
+    batches: Any = torch.utils.data.DataLoader(rows(), batch_size=4)
     model, optimizer, batches = accelerator.prepare(
         module, torch.optim.AdamW(module.parameters(), lr=1e-2), batches
     )
@@ -123,7 +128,7 @@ def lightning() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(list(texts(0, 16 * STEPS)), batch_size=4))
+    trainer.fit(Module(), torch.utils.data.DataLoader(rows(), batch_size=4))
     show(losses, trainer.global_rank)
 
 
@@ -141,14 +146,14 @@ def transformers() -> None:
         save_strategy="no",
         report_to="none",
     )
-    rows = [{"input_ids": row, "labels": row} for row in texts(0, 16 * STEPS)]
-    callbacks = []
+    examples: Any = [{"input_ids": row, "labels": row} for row in rows()]
+    callbacks: list[Any] = []
     if IN_CODE:
         from thinwire.integrations.transformers import ThinwireCallback
 
         callbacks = [ThinwireCallback("4 bits")]
     torch.manual_seed(0)
-    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=rows, callbacks=callbacks)
+    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=examples, callbacks=callbacks)
     trainer.train()
     show([log["loss"] for log in trainer.state.log_history if "loss" in log], arguments.process_index)
 

@@ -14,8 +14,8 @@ make = Trainer.__init__
 
 @wraps(make)
 def make_with_callback(self: Trainer, *positional: Any, **named: Any) -> None:
-    callbacks = [*(named.pop("callbacks", None) or ()), ThinwireCallback("4 bits")]
-    make(self, *positional, callbacks=callbacks, **named)
+    named["callbacks"] = [*(named.get("callbacks") or ()), ThinwireCallback("4 bits")]
+    make(self, *positional, **named)
 
 
 Trainer.__init__ = make_with_callback  # type: ignore[method-assign]

@@ -35,8 +35,8 @@ from thinwire.sync import engine_of
 from training import agreed, flat
 
 AT_ONCE = {"start_powerSGD_iter": 0}
-LAUNCH = "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no"
-LAUNCH = [*LAUNCH.split(), "--dynamo_backend=no"]
+OPTIONS = "--multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no --dynamo_backend=no"
+LAUNCH = ["accelerate.commands.launch", *OPTIONS.split()]
 # What that launcher tells the processes that it starts, besides what torchrun tells.
 LAUNCHED = {
     f"ACCELERATE_{k}": v
@@ -100,7 +100,7 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: ran
 
 def prepared(accelerator: Accelerator) -> tuple[nn.Module, Any]:
     model = new_model()
-    return tuple(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))  # type: ignore[return-value]
+    return tuple(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def new_run(**settings: Any) -> tuple[DistributedDataParallelKwargs, Accelerator, tuple[nn.Module, Any]]:
@@ -219,7 +219,9 @@ def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
 @in_each_process(2)
 @pytest.mark.parametrize("registers", ["nothing", "before", "behind"])
 def test_a_run_that_began_without_thinwire_is_resumed_with_it(registers: str, tmp_path: Path) -> None:
-    def new(count: int, *handlers: DistributedDataParallelKwargs) -> tuple[Accelerator, Any, Counter]:
+    def new(
+        count: int, *handlers: DistributedDataParallelKwargs
+    ) -> tuple[Accelerator, tuple[nn.Module, Any], Counter]:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[*handlers])
         counter = Counter(count)
         if registers == "before":

@@ -76,12 +76,23 @@ class Viewing(Own):
 
 
 class Behind(Own):
-    """Wraps an optimizer of fp32 weights, which it writes to the model's."""
+    """Steps weights of its own, and writes them to the model's; they are kept at different places."""
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
+    def __init__(self, params: Iterable[Tensor], place: str) -> None:
         super().__init__(params)
-        masters = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
-        self.inside = torch.optim.SGD(masters, lr=LR)
+        parameters = self.param_groups[0]["params"]
+        masters = [parameter.detach().clone() for parameter in parameters]
+        if place == "its parameters":
+            self.inside = torch.optim.SGD(masters, lr=LR)
+        elif place == "masters":
+            self.masters = [masters]
+        elif place == "flat":
+            self.flat = torch.cat([master.reshape(-1) for master in masters])
+        elif place == "kept['slow']":
+            pairs = zip(parameters, masters, strict=True)
+            self.kept = {parameter: {"slow": master, "other": torch.zeros(1)} for parameter, master in pairs}
+        else:
+            self.param_groups[0]["masters"] = masters
 
 
 class Around(Own):
@@ -98,7 +109,11 @@ class Around(Own):
 COPIES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "state['x0']": Copying,
     "state['master']": Flat,
-    "its parameters": Behind,
+    "its parameters": partial(Behind, place="its parameters"),
+    "masters": partial(Behind, place="masters"),
+    "flat": partial(Behind, place="flat"),
+    "kept['slow']": partial(Behind, place="kept['slow']"),
+    "param_groups[…]['masters']": partial(Behind, place="in its groups"),
     "keeps a copy of the weights in state['x0']": Around,
 }
 

@@ -141,6 +141,11 @@ def test_options_travel_in_the_environment() -> None:
         ["--bits", "4", "--auto", "--", sys.executable],
         ["--", "a-command-that-is-not-there"],
         [sys.executable, "script.py"],  # no --
+        ["--bits", "4"],  # no command
+        ["--algorithm", "", "--", sys.executable],
+        ["--algorithm", "auto(budget=1)", "--", sys.executable],
+        ["--checkpoint", "/dev/null/folder", "--", sys.executable],
+        ["--watch", "/dev/null/folder/run.jsonl", "--", sys.executable],
         ["--auto", "--checkpoint", "x", "--", sys.executable],
     ],
 )

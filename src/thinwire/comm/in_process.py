@@ -63,7 +63,7 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
 
 
 class Awaited(Protocol):
-    """What a member waits for while the others run."""
+    """Something that a member waits for while the others run."""
 
     @property
     def is_complete(self) -> bool: ...

@@ -198,7 +198,7 @@ def _given(
 
 
 class LocalRank(NamedTuple):
-    """What the environment of a process says of its machine; -1 where it says nothing."""
+    """The machine of a process, as its environment tells it; -1 where it tells nothing."""
 
     local_size: int
     local_rank: int

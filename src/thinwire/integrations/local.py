@@ -40,7 +40,7 @@ def checked_averaging(averaging: object) -> Algorithm | Makes:
             f"got {no_algorithm(averaging)}, expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), "
             f"thinwire.auto, or what makes {A_LOCAL}"
         )
-    return averaging  # type: ignore[return-value]
+    return averaging
 
 
 def checked_steps(

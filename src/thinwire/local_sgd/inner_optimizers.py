@@ -143,7 +143,7 @@ class CopiesOfWeights:
             if type(optimizer).__module__.startswith("torch.optim"):
                 continue  # those of torch keep none that they go back to
             new = defaultdict(list)
-            for where, parameter, tensor in _states_of(optimizer, parameters_of(optimizer)):
+            for where, parameter, tensor in _states_of(optimizer):
                 if (id(optimizer), where, id(parameter)) not in self._seen:
                     new[where].append((tensor, parameter))
             for where, pairs in new.items():
@@ -172,26 +172,73 @@ def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return math.sqrt(distance / norm) if norm else math.inf
 
 
-def _states_of(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield where an optimizer, or one that it wraps, keeps a tensor, the parameter of it, and the tensor."""
-    inner = parameters_of(optimizer)
-    candidates = [("its parameters", *pair) for pair in zip(parameters, inner, strict=False)]
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, torch.Tensor) and isinstance(state, Mapping):
-            candidates += [(f"state[{key!r}]", parameter, value) for key, value in state.items()]
+    parameters = parameters_of(optimizer)
+    candidates: list[tuple[str, object, object]] = []
+    for holder in (optimizer, *_inside(optimizer)):
+        for group in holder.param_groups:
+            lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
+            for key, values in lists.items():
+                candidates += _paired(f"param_groups[…][{key!r}]", group["params"], values)
+        for key, value in vars(holder).items():
+            candidates += _keyed(key, value)
+            candidates += _paired(key, parameters, _flat(value))
+        candidates += _paired("its parameters", parameters, parameters_of(holder))
     for where, parameter, value in candidates:
-        if where == ONLY_READ or not isinstance(value, torch.Tensor) or value.numel() != parameter.numel():
+        if not isinstance(parameter, torch.Tensor) or not isinstance(value, torch.Tensor):
+            continue
+        if where == ONLY_READ or value.numel() != parameter.numel() or not value.is_floating_point():
             continue
         held, weights = local_tensor(value), local_tensor(parameter)
         # A view has the average when the parameter has, and quantized states only their optimizers read.
-        is_plain = type(held) is torch.Tensor and held.is_floating_point()
-        if is_plain and held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
+        if type(held) is torch.Tensor and (
+            held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr()
+        ):
             yield where, parameter, value
-    for wrapped in vars(optimizer).values():
-        if isinstance(wrapped, torch.optim.Optimizer):
-            yield from _states_of(wrapped, parameters)
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers that one wraps, from the outside in."""
+    for value in vars(optimizer).values():
+        if isinstance(value, torch.optim.Optimizer):
+            yield value
+            yield from _inside(value)
+
+
+def _keyed(
+    place: str, value: object, owner: torch.Tensor | None = None
+) -> Iterator[tuple[str, object, object]]:
+    """Yield the values that mappings hold under a parameter."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, torch.Tensor):
+                yield from _keyed(place, item, key)
+            else:
+                yield from _keyed(f"{place}[{key!r}]", item, owner)
+    elif owner is not None:
+        yield place, owner, value
+
+
+def _flat(value: object) -> list[object]:
+    """Return the values of nested lists or mappings, in order."""
+    if isinstance(value, Mapping):
+        return _flat(list(value.values()))
+    if not isinstance(value, list | tuple):
+        return [value]
+    return [leaf for item in value for leaf in _flat(item)]
+
+
+def _paired(
+    place: str, parameters: Sequence[object], values: Sequence[object]
+) -> list[tuple[str, object, object]]:
+    """Return values with the parameters that they stand for, if there are as many, or one flat one of all."""
+    sizes = [parameter.numel() for parameter in parameters if isinstance(parameter, torch.Tensor)]
+    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].numel() == sum(sizes):
+        values = values[0].reshape(-1).split_with_sizes(sizes)
+    if len(values) != len(parameters):
+        return []
+    return [(place, *pair) for pair in zip(parameters, values, strict=True)]
 
 
 # What members compare of them, and a newcomer is given.

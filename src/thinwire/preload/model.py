@@ -76,7 +76,7 @@ def note_built(model: DistributedDataParallel) -> None:
 
 
 class _Votes:
-    """What the processes of a model say of it to each other, through the store by which they have met.
+    """Words between the processes of a model, through the store by which they have met.
 
     With a store, not with messages: a process that was started without `thinwire attach` answers none. Models
     are numbered by their group: if ranks 0 and 1 have built one of their own before, the next model of all

@@ -351,7 +351,7 @@ def add_up(loaded: Tensors, transport: Transport) -> Tensors:
 
 
 def parts_of(own: Tensors, rank: int) -> Iterable[StatePart]:
-    """Return what this process has."""
+    """Return a process's tensors as parts of a state."""
     return [StatePart(rank, slot, label, own[slot][label]) for slot in own for label in own[slot]]
 
 

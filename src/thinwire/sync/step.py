@@ -190,7 +190,7 @@ class Step:
 
     @property
     def _parts(self) -> list[Bucket]:
-        """What this process averages of the buckets."""
+        """The parts of the buckets that this process averages."""
         return [bucket.part for bucket in self._buckets]
 
     def finish(self) -> bool:

@@ -80,7 +80,7 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """What a message has of a bucket's chunks.
+    """The part of a message that stands for a bucket's chunks.
 
     It is three streams of bits: marks, a bit set for each entry, which stand for the high bits of positions;
     words, of each entry the low bits of its position and its code; and scales.

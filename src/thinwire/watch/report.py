@@ -68,7 +68,7 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def summary(run: Run, names: Sequence[str]) -> dict[str, str]:
-    """Return what there is to tell of a run in a line, by heading; `names` are of what was logged."""
+    """Return the facts of a run that fit in a line, by heading; `names` are of its metrics."""
     summed = ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
     total = {name: sum(record[name] for record in run.steps) for name in summed}
     # A record may stand for several steps.
