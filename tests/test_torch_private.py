@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -105,6 +106,18 @@ def test_a_module_looks_up_its_parameters_where_they_were_put() -> None:
     torch_private.put_parameters(module, Seen(torch_private.children_and_parameters(module)[1]))
     module(torch.ones(1, 2))
     assert seen == ["weight", "bias"]
+
+
+def test_a_step_may_be_replaced_without_a_schedulers_warning() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not torch_private.has_step_hooks(optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = torch_private.counted_step(torch_private.note_step)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step()
+    schedule.step()  # warnings are errors
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert torch_private.has_step_hooks(optimizer)
 
 
 def test_what_is_compiled() -> None:

@@ -102,6 +102,22 @@ def takes_step_hooks(optimizer: object) -> bool:
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
+def counted_step(step: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that may take the place of an optimizer's step, without a scheduler's warning."""
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers of learning rates that an optimizer has stepped, as its own step does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether someone has registered a hook of an optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def was_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the gradients of an optimizer were unscaled since its last step."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED

@@ -250,13 +250,79 @@ def test_an_exception_in_the_forward_pass_loses_nothing() -> None:
 @in_each_process(2)
 def test_a_mean_that_did_not_come_is_never_taken_for_come() -> None:
     model, optimizer, sync = overlapped()
+    before = flat_of(model)
     one_step(model, optimizer)
-    with patch.object(Step, "take", side_effect=CommunicationError("lost")):
-        for _ in range(2):
-            with pytest.raises(CommunicationError):
-                loss_of(model, 1)
-    sync.flush()
+    with (
+        patch.object(Step, "take", side_effect=CommunicationError("lost")),
+        pytest.raises(CommunicationError),
+    ):
+        loss_of(model, 1)
+    with pytest.raises(StepError, match="abandon"):
+        model.state_dict()
+    sync.abandon()
+    assert torch.equal(flat_of(model), before)
+    one_step(model, optimizer)
     assert are_alike([flat_of(model)])
+    assert sync.steps == 1
+
+
+@in_each_process(2)
+def test_a_step_is_abandoned_before_its_means_are_sent() -> None:
+    model, optimizer, sync = overlapped()
+    for _ in range(2):
+        torch.autograd.backward(loss_of(model, 0))
+        sync.abandon()
+        optimizer.zero_grad()
+    one_step(model, optimizer)
+    assert are_alike([flat_of(model)])
+    assert sync.steps == 1
+
+
+@in_each_process(2)
+def test_calls_that_have_nothing_to_step() -> None:
+    model, optimizer, sync = overlapped()
+    optimizer.step()
+    one_step(model, optimizer)
+    optimizer.step()  # again: there are no new gradients
+    assert are_alike([flat_of(model)])
+    with model.no_sync():
+        torch.autograd.backward(loss_of(model, 1))
+    with pytest.raises(StepError, match="no_sync"):
+        optimizer.step()
+    assert sync.steps == 1
+
+
+@in_each_process(2)
+def test_dry_steps_end_inside() -> None:
+    model, optimizer, sync = overlapped()
+    one_step(model, optimizer)
+    with sync.dry():
+        one_step(model, optimizer, 1)
+    assert sync.steps == 1
+    assert are_alike([flat_of(model)])
+
+
+@in_each_process(2)
+def test_a_scheduler_may_be_older_and_a_layer_frozen() -> None:
+    holder = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    holder[0].bias.requires_grad_(False)
+    ddp_model = DistributedDataParallel(holder)
+    optimizer = torch.optim.AdamW(holder.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # warnings are errors here
+    thinwire.overlap_forward(ddp_model, Quantize(bits=4), optimizer, poison=True)
+    for _ in range(3):
+        ddp_model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert are_alike([flat_of(ddp_model)])
+
+
+@in_each_process(2)
+def test_a_copy_of_the_model_works() -> None:
+    model, optimizer, _ = overlapped()
+    one_step(model, optimizer)
+    copied = torch.optim.swa_utils.AveragedModel(model.module)
+    assert copied(torch.arange(5).view(1, -1)).isfinite().all()
 
 
 @in_each_process(2)
@@ -319,6 +385,12 @@ def test_changed_gradients_are_refused() -> None:
     torch.autograd.backward(loss_of(model, 0))
     with pytest.raises(StepError, match="closure"):
         optimizer.step(lambda: 0.0)
+    fused = new_model()
+    steps = OPTIMIZERS["fused"](fused.parameters())
+    thinwire.overlap_forward(fused, Quantize(bits=4), steps)
+    torch.autograd.backward(scaler.scale(loss_of(fused, 0)))
+    with pytest.raises(StepError, match="GradScaler"):
+        scaler.step(steps)
 
 
 class Held(nn.Module):
@@ -352,6 +424,12 @@ class Foreign(Optimizer):
         super().__init__(parameters, {})
 
 
+def hooked(parameters: Any) -> Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     "low rank": (ConfigError, lambda: attempt(thinwire.PowerSGD())),
     "residual": (ConfigError, lambda: attempt(Quantize(bits=2, error_feedback=True))),
@@ -359,6 +437,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     "unused": (ConfigError, lambda: attempt(find_unused_parameters=True)),
     "static": (ConfigError, lambda: attempt(static_graph=True)),
     "foreign": (AttachError, lambda: attempt(optimizer=Foreign)),
+    "hooked": (AttachError, lambda: attempt(optimizer=hooked)),
     "lbfgs": (AttachError, lambda: attempt(optimizer=torch.optim.LBFGS)),
     "part": (AttachError, lambda: attempt(optimizer=lambda p: torch.optim.SGD(list(p)[1:], lr=0.1))),
     "more": (

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import StepError
+from thinwire.torch_private import children_and_parameters, counted_step, note_step
 
 ParameterDict = dict[str, nn.Parameter | None]
 
@@ -28,14 +29,20 @@ class DeferredOptimizer:
         """Let the optimizer's `step()` call another function, and step later if that has sent gradients."""
 
         def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+            kind = type(optimizer).__name__
             if closure is not None:
-                kind = type(optimizer).__name__
                 raise StepError(f"{kind}.step(closure) can't wait; call backward(), then step()")
-            if send():
+            # A scaler leaves unscaling to a fused optimizer, for the time of the call.
+            if getattr(optimizer, "grad_scale", None) is not None:
+                raise StepError(
+                    f"a GradScaler steps {kind}, which can't wait; leave it out, or use thinwire.attach"
+                )
+            note_step(optimizer)
+            if send() and not self.is_deferred:
                 self._defer()
 
         # A method, as schedulers of learning rates expect.
-        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.step = MethodType(counted_step(step), self.optimizer)  # type: ignore[method-assign]
 
     def check_called(self) -> None:
         """Refuse to step parameters for which this optimizer's `step()` is still to come."""
@@ -54,7 +61,9 @@ class DeferredOptimizer:
         # Learning rates, and all else that groups have now.
         self.is_deferred = True
         self._settings = [_settings_of(group) for group in self.optimizer.param_groups]
-        for parameter in self.parameters() if self._poison else ():
+        for parameter in self.parameters():
+            if not self._poison or not parameter.requires_grad:
+                continue
             self._values[parameter] = parameter.detach().clone()
             parameter.detach().fill_(torch.nan)
 
@@ -63,7 +72,7 @@ class DeferredOptimizer:
         before = [(group, dict(group)) for group in self.optimizer.param_groups]
         gradients_before = [parameter.grad for parameter in gradients]
         try:
-            for (group, _), settings in zip(before, self._settings, strict=True):
+            for (group, _), settings in zip(before, self._settings, strict=False):  # one may be new
                 group.update(settings)
                 group["params"] = [parameter for parameter in group["params"] if parameter in gradients]
             for parameter, gradient in gradients.items():
@@ -78,6 +87,13 @@ class DeferredOptimizer:
                 group.update(was)
             for parameter, gradient_before in zip(gradients, gradients_before, strict=True):
                 parameter.grad = gradient_before
+
+    def forget(self) -> None:
+        """Drop the step that was deferred."""
+        self.is_deferred = False
+        for parameter, value in self._values.items():
+            parameter.detach().copy_(value)
+        self._values.clear()
 
     def give_back(self) -> None:
         """Let `step()` be the optimizer's own again."""
@@ -121,11 +137,16 @@ class ReadParameters(ParameterDict):
         self.step_all()
         return super().values()
 
-    def step_all(self, *_: object) -> None:
-        """Step those that wait; called too before the forward pass of a module that keeps a list of them."""
+    def step_all(self) -> None:
+        """Step those that wait."""
         for parameter in super().values():
             self._step(parameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied module is no longer this optimizer's.
         return dict, (dict(self.items()),)
+
+
+def read_all(module: nn.Module, _: object) -> None:
+    """Read all parameters of a module: a hook for one whose forward pass reads a list of its own."""
+    list(children_and_parameters(module)[1].values())

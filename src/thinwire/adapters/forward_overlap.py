@@ -8,12 +8,13 @@ One step, with buckets `a` (the last layers; ready first) and `b` (the first lay
                        last layers are read: a's means have come meanwhile; steps a's parameters
 
 Known as DeAR (Zhang et al., ICDCS 2023): reduce-scatter under the backward pass, all-gather under the next
-forward pass. What a layer computes with is what it would have computed with: the numbers are the same.
+forward pass. Each layer uses the same weights as with `attach`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,9 +32,10 @@ from thinwire.adapters.ddp_model import (
     ddp_inside,
     guard,
     names_of,
+    unaveraged,
     wrong_model,
 )
-from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters
+from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.algorithms.requests import AllGather
@@ -43,11 +45,13 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
+from thinwire.sync.scheduler import Task
 from thinwire.sync.step import Step
 from thinwire.torch_private import (
     at_end_of_backward,
     backward_pass,
     children_and_parameters,
+    has_step_hooks,
     is_compiled,
     put_parameters,
     version_of,
@@ -65,10 +69,11 @@ def overlap_forward(
     """Let means of few bits travel during the next forward pass too, and step each layer when it is read.
 
     In place of `thinwire.attach`, where sending takes longest. The training loop stays as it is, and every
-    number is the same: nothing is one step late. `optimizer.step()` only sends; a parameter is stepped, with
-    the learning rate of that call, before anyone reads it through its module: in the forward pass, in
-    `parameters()`, `state_dict()`, `copy.deepcopy`. The optimizer's `state_dict()` steps all first, as does
-    `flush()` of the handle: call that before you read a tensor that you hold, or the optimizer's `state`.
+    number is the same: nothing is one step late. `optimizer.step()` averages and sends; a parameter is
+    stepped, with the learning rate of that call, before anyone reads it through its module: in the forward
+    pass, in `parameters()`, `state_dict()`, `copy.deepcopy`. The optimizer's `state_dict()` steps all first,
+    as does `flush()` of the handle: call that before you read a tensor that you hold, or the optimizer's
+    `state`.
 
     Call it on every process that trains the model. Each process sends by itself, those of one machine too.
 
@@ -80,7 +85,7 @@ def overlap_forward(
             each parameter by itself, so not LBFGS. `step()` sets gradients to None, as `zero_grad()` does.
         clip_norm: Scale gradients so that the norm of all means is at most that, as `clip_grad_norm_` does.
             That would come too early here: between `backward()` and `step()` gradients are this process's.
-            Costs a message of 8 bytes a step, and a pass over the gradients.
+            Costs a message of 8 bytes a step, and decoding all means once more.
         poison: Make parameters NaN from `step()` until they are stepped: for a test that no code of yours
             reads one too early. Costs a copy of the parameters.
 
@@ -96,7 +101,8 @@ def overlap_forward(
         ConfigError: `algorithm` or `clip_norm` is not one that works here; or DDP was built with
             `find_unused_parameters` or `static_graph`.
         StepError: (From `optimizer.step()`.) Gradients were changed since `backward()`, as a `GradScaler` or
-            `clip_grad_norm_` does. (From `backward()`.) A parameter was used and not read through its module.
+            `clip_grad_norm_` does. (From `backward()`.) A parameter was used and not read through its module,
+            and nothing else of its bucket was. (From a read.) The means did not come.
 
     Examples:
         >>> import thinwire, torch
@@ -107,6 +113,7 @@ def overlap_forward(
         >>> for _ in range(2):
         ...     ddp_model(torch.ones(1, 64)).sum().backward()
         ...     optimizer.step()
+        >>> sync.flush()  # the last step's means have no forward pass behind them
         >>> sync.steps
         2
     """
@@ -156,7 +163,8 @@ def _check(
             raise ConfigError(
                 f"the DDP model was built with {option}; build it without, or use thinwire.attach"
             )
-    if any(map(is_compiled, (model, *ddp_model.modules()))):
+    modules = (model, *ddp_model.modules())
+    if any(is_compiled(module) or isinstance(module, torch.jit.ScriptModule) for module in modules):
         raise AttachError(
             "the model is compiled, so reads of its parameters do not show; use thinwire.attach"
         )
@@ -172,7 +180,12 @@ def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch
                 f"{kind.__name__} may step parameters together, and here each waits for its own; take one of "
                 "torch.optim but LBFGS, or use thinwire.attach"
             )
-        stepped |= {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if has_step_hooks(optimizer):
+            raise AttachError(
+                f"{kind.__name__} has hooks of its steps, and takes several for one here; remove them"
+            )
+        for group in optimizer.param_groups:
+            stepped |= {id(tensor) for tensor in group["params"] if tensor.requires_grad}
     trained = {id(tensor): name for name, tensor in model.named_parameters() if tensor.requires_grad}
     for missing in trained.keys() - stepped:
         raise AttachError(
@@ -189,10 +202,10 @@ def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch
 class PendingBucket:
     """A bucket from its backward pass until its parameters are stepped."""
 
-    number: int  # in its step
     state: BucketState
     parameters: list[nn.Parameter]
     mean: torch.Tensor  # this process's gradients, then the mean
+    task: Task | None = None  # stands at its mean, which is on its way
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Return each parameter with its part of the mean."""
@@ -219,6 +232,8 @@ class ForwardAdapter:
         self._pending: dict[nn.Parameter, PendingBucket] = {}  # of that step, those that were not stepped yet
         self._norm: tuple[Work, torch.Tensor] | None = None  # on its way, squared
         self._scale: torch.Tensor | None = None  # that clips the means
+        self._failure: BaseException | None = None  # of a mean that did not come
+        self._is_stepping = False
         self._specs: dict[tuple[int, ...], Specs] = {}  # by the parameters of a bucket
         self._modules: list[nn.Module] = []
         self._handles: list[Any] = []
@@ -235,7 +250,7 @@ class ForwardAdapter:
             parameters = ReadParameters(children_and_parameters(module)[1], self._step_if_pending)
             put_parameters(module, parameters)
             if isinstance(module, nn.RNNBase):  # its forward pass reads a list of its own
-                self._handles.append(module.register_forward_pre_hook(parameters.step_all))
+                self._handles.append(module.register_forward_pre_hook(read_all))
 
     # The backward pass.
 
@@ -263,7 +278,7 @@ class ForwardAdapter:
             self._specs[key] = tuple(ParameterSpec.of(self._names[p], p) for p in parameters)
         # A copy: DDP's bucket is the user's until the mean is there, to zero or to accumulate in.
         state = self.engine.buckets.bucket(self._specs[key])
-        pending = PendingBucket(len(self._started), state, parameters, flat.clone())
+        pending = PendingBucket(state, parameters, flat.clone())
         try:
             self._open.start(state, pending.mean)
         except BaseException:
@@ -279,16 +294,25 @@ class ForwardAdapter:
             self._left_by_backward.append((parameter, parameter.grad, version_of(parameter.grad)))
 
     def forget(self) -> None:
-        """Drop a step of which nothing was averaged yet."""
+        """Drop the step under way: of parameters that wait for theirs, the means are lost."""
         self.engine.abandon()
         self._open, self._started, self._left_by_backward = None, [], []
+        self._sent = self._norm = self._scale = self._failure = None
+        self._pending = {}
+        for deferred in self._optimizers:
+            deferred.forget()
 
     # `optimizer.step()`.
 
     def send_means(self) -> bool:
         """Average, and send the means, if it was not done; return whether there are some to step by."""
         if self._open is None:
-            return bool(self._pending)  # of another optimizer's step(); else there are no gradients
+            if any(parameter.grad is not None for parameter in self._parameters()):
+                raise StepError(
+                    "there are gradients, and none were averaged: all passes were in no_sync(), or of the "
+                    "module inside of the DDP model; call the DDP model, the last time outside of no_sync()"
+                )
+            return bool(self._pending)  # of another optimizer's step(); else there is nothing to step
         if not self._left_by_backward:
             raise StepError(
                 "optimizer.step() was called inside of the backward pass; call it after backward()"
@@ -300,9 +324,14 @@ class ForwardAdapter:
                 "leave out GradScaler, clip with clip_norm=…, or use thinwire.attach"
             )
         step, buckets = self._open, self._started
-        tasks = step.collect()
+        inside = {parameter for bucket in buckets for parameter in bucket.parameters}
+        for parameter in self._parameters():
+            if parameter.grad is not None and parameter not in inside:
+                raise unaveraged(self._names.get(parameter, "a parameter"))
+        for bucket, task in zip(buckets, step.collect(), strict=True):
+            bucket.task = task
         if self._clip_norm is not None:
-            self._norm = self._start_norm([task.request for task in tasks], buckets)
+            self._norm = self._start_norm(buckets)
         step.send_means()
         for parameter in self._parameters():
             parameter.grad = None
@@ -316,25 +345,27 @@ class ForwardAdapter:
             if parameter.grad is not gradient or version_of(parameter.grad) != version:
                 return True
         for bucket in self._started:
-            # A GradScaler's operator leaves versions alone, and scales all.
-            parameter, sent = next(bucket.gradients())
-            if parameter.grad is None or not _start_equals(parameter.grad, sent):
-                return True
+            # A GradScaler's operator leaves versions alone, and scales all: one that is not zero tells.
+            for parameter, sent in sorted(bucket.gradients(), key=lambda pair: pair[1].numel()):
+                if sent.any():
+                    now = parameter.grad
+                    if now is None or not torch.allclose(now, sent, rtol=0, atol=0, equal_nan=True):
+                        return True
+                    break
         return False
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for deferred in self._optimizers:
             yield from deferred.parameters()
 
-    def _start_norm(
-        self, requests: Sequence[object], buckets: Sequence[PendingBucket]
-    ) -> tuple[Work, torch.Tensor]:
+    def _start_norm(self, buckets: Sequence[PendingBucket]) -> tuple[Work, torch.Tensor]:
         """Send the sum of squares of what this process has averaged; it is before the means on the link."""
-        squares = torch.zeros((), dtype=torch.float64)
-        for request, bucket in zip(requests, buckets, strict=True):
-            if isinstance(request, AllGather):  # the means' codes; without, the bucket is empty
+        squares = torch.zeros((), dtype=torch.float64, device=self.engine.transport.data_device)
+        for bucket in buckets:
+            request = None if bucket.task is None else bucket.task.request
+            if isinstance(request, AllGather):  # else the bucket is empty
                 plan = cast(QuantizePlan, bucket.state.plan)
-                squares += plan.squared_norm(request.tensor, self.engine.transport.rank).cpu()
+                squares += plan.squared_norm(request.tensor, self.engine.transport.rank).to(squares.device)
         flat = squares.view(1)
         return self.engine.wire.start(Message("all_reduce", flat, flat, "the norm", "sum")), flat
 
@@ -345,11 +376,39 @@ class ForwardAdapter:
             self._step_bucket(self._pending[parameter])
 
     def _step_bucket(self, bucket: PendingBucket) -> None:
-        assert self._sent is not None
+        if self._is_stepping:
+            raise StepError(
+                "a hook of an optimizer's step has read parameters that wait for theirs; remove it"
+            )
+        # What has come of a mean that failed must not be taken for it by the next one who reads.
+        if self._failure is not None:
+            raise StepError(
+                "the last step's means did not come to all parameters; call abandon(), and load a "
+                "checkpoint, on all processes"
+            ) from self._failure
         for deferred in self._optimizers:
             deferred.check_called()
+        self._is_stepping = True
+        try:
+            self._apply(bucket)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._is_stepping = False
+        for parameter in bucket.parameters:
+            self._pending.pop(parameter)
+        if not self._pending and self._sent is not None:
+            self._sent.end()
+            for deferred in self._optimizers:
+                deferred.is_deferred = False
+            self._sent = self._scale = None
+
+    def _apply(self, bucket: PendingBucket) -> None:
+        assert self._sent is not None
+        assert bucket.task is not None
         with torch.no_grad(), torch.inference_mode(False):
-            self._sent.take(bucket.number)
+            self._sent.take(bucket.task)
             if self._clip_norm is not None and self._norm is not None:
                 work, squares = self._norm
                 work.wait()
@@ -359,14 +418,6 @@ class ForwardAdapter:
                 bucket.mean.mul_(self._scale.to(bucket.mean))
             for deferred in self._optimizers:
                 deferred.step(dict(bucket.gradients()))
-        # Only now: had the means not come, whoever reads a parameter again would take it for a new one.
-        for parameter in bucket.parameters:
-            self._pending.pop(parameter)
-        if not self._pending:
-            self._sent.end()
-            for deferred in self._optimizers:
-                deferred.is_deferred = False
-            self._sent = self._scale = None
 
     def flush(self) -> None:
         """Step all parameters that wait for it."""
@@ -384,11 +435,6 @@ class ForwardAdapter:
             deferred.give_back()
 
 
-def _start_equals(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = (tensor.detach().flatten()[:100] for tensor in (one, other))
-    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
-
-
 class OverlappedSync(GradientSync):
     """The handle of `overlap_forward`. What it is asked for it answers with all parameters stepped."""
 
@@ -402,6 +448,16 @@ class OverlappedSync(GradientSync):
         Sends nothing: processes need not call it alike. Blocks until the means have come.
         """
         self._adapter.flush()
+
+    def abandon(self) -> None:
+        self._adapter.forget()
+
+    @contextmanager
+    def dry(self) -> Iterator[Callable[[], None]]:
+        self.flush()
+        with super().dry() as keep:
+            yield keep
+            self.flush()
 
     def use(self, algorithm: Algorithm) -> None:
         check_algorithm(algorithm)

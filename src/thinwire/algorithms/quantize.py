@@ -219,7 +219,8 @@ class QuantizePlan(BucketPlan):
         decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)
         coded = Coded.arrived(alone, self.blocks.share)
         self._code_kernels(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
-        return decoded.square().sum(dtype=torch.float64)
+        norm: torch.Tensor = torch.linalg.vector_norm(decoded, dtype=torch.float64)
+        return norm.square()
 
     @cached_property
     def _rng(self) -> CounterRNG:

@@ -56,6 +56,10 @@ class StepClock:
             waited = traffic.waiting_seconds - waited
             self.arithmetic_seconds += time.perf_counter() - start - waited
 
+    def add_exposed(self, seconds: float) -> None:
+        """Count time for which a host has waited in a step that ends during the next forward pass."""
+        self._exposed_seconds += seconds
+
     def end_step(self) -> None:
         """Note that all means are there."""
         start, device, event = self._ready

@@ -234,7 +234,7 @@ class Step:
 
     def collect(self) -> list[Task]:
         """Wait for all first messages; return buckets' tasks, which stand at their second one."""
-        with self._working(are_ready=False):
+        with self._working(are_ready=False), self._exposed():
             try:
                 if not self._has_all:
                     self._send_rest()
@@ -249,16 +249,21 @@ class Step:
         with self._working(are_ready=False):
             self._scheduler.send_last_first()
 
-    def take(self, number: int) -> None:
+    def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and write it to where its gradients were."""
-        with self._working(are_ready=False):
-            self._scheduler.take(self._scheduler.tasks[number])
+        with self._working(are_ready=False), self._exposed():
+            self._scheduler.take(task)
+
+    @contextmanager
+    def _exposed(self) -> Iterator[None]:
+        waited = self._traffic.waiting_seconds
+        yield
+        self._clock.add_exposed(self._traffic.waiting_seconds - waited)
 
     def end(self) -> None:
         """End the step, of which all buckets were taken."""
         self._count(committed=True)
         self.abandon()  # nothing is under way
-        self._clock.end_step()
         self._ended(self, True)
 
     def _count(self, *, committed: bool) -> None:
