@@ -310,3 +310,15 @@ def test_a_resumed_run_goes_on_from_the_steps_that_were_skipped_too() -> None:
         sync.load_state_dict(state)
     assert [sync.steps for sync in (simulation.syncs[0], *resumed.syncs)] == [4] * 3
     assert resumed.engines[0].state.nonfinite_steps == 1
+
+
+def test_a_state_of_a_different_model_is_refused_at_the_first_step_if_parameters_are_not_known() -> None:
+    """As of hooks, which know parameters by their position only."""
+    engines = [Engine(PowerSGD(matrix_rank=1), InProcessTransport.group(1)[0]) for _ in range(2)]
+    first, other = ((spec("parameter[-1]", 40, columns),) for columns in (30, 20))
+    engines[0].average([(first, torch.ones(40 * 30))])
+    engines[1].load(engines[1].check_state_dict(engines[0].state_dict()))
+    gradient = torch.ones(40 * 20)
+    with pytest.raises(StateError, match=r"parameter\[-1\]"):
+        engines[1].average([(other, gradient)])
+    assert engines[1].reporter.counts().messages == 0
