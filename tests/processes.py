@@ -59,7 +59,7 @@ import torch.distributed as dist
 Process: TypeAlias = Any
 """Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
 
-# What the server imports; conftest.py adds what this run needs.
+# The server imports these; conftest.py adds what this run needs.
 modules = ["end_if_alone", "preloaded"]
 
 
@@ -98,7 +98,7 @@ def enter(path: str) -> None:
 def _begin(
     environment: dict[str, str], namespaces: Sequence[str], body: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
-    # What the server has imported is not garbage: to look at a million objects would copy their pages.
+    # The server's modules are no garbage: to look at a million objects would copy their pages.
     gc.freeze()
     for path in namespaces:
         enter(path)
@@ -196,7 +196,7 @@ class Pool:
 def _serve(rank: int, world_size: int, folder: str, end: Connection) -> None:
     """Join the pool's group, then run what comes."""
     warnings.simplefilter("error")
-    # Of the compiler's own accesses, and of the version of Python.
+    # The compiler warns of its own accesses, and of the version of Python.
     warnings.filterwarnings("ignore", module=r"torch\._dynamo")
     # torch.distributed.checkpoint of torch 2.6 calls what torch 2.6 warns of.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")

@@ -133,6 +133,7 @@ def overlapped(
     model = new_model() if model is None else model
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     sync = thinwire.overlap_forward(model, Quantize(bits=4), optimizer, poison=True, **options)
+    assert sync.plan.compression_ratio > 1
     return model, optimizer, sync
 
 
@@ -149,14 +150,17 @@ def test_gradients_are_clipped_by_the_norm_of_all_means(bits: int) -> None:
         model = new_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         if is_overlapped:
-            thinwire.overlap_forward(model, Quantize(bits=bits), optimizer, clip_norm=0.1)
+            sync: thinwire.GradientSync = thinwire.overlap_forward(
+                model, Quantize(bits=bits), optimizer, clip_norm=0.1
+            )
         else:
-            thinwire.attach(model, Quantize(bits=bits), machines=False)
+            sync = thinwire.attach(model, Quantize(bits=bits), machines=False)
         torch.autograd.backward(loss_of(model, 0))
         if not is_overlapped:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         weights.append(flat_of(model))
+        assert sync.stats().compression_ratio > 5
     assert (weights[0] - before).norm() == pytest.approx(0.1, rel=1e-4)
     assert (weights[0] - weights[1]).norm() < 1e-6
     assert are_alike([weights[1]])
@@ -171,15 +175,18 @@ def test_two_optimizers_share_a_model() -> None:
         rest = [parameter for parameter in model.parameters() if parameter.dim() != 2]
         optimizers = [torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(rest, lr=0.01)]
         if is_overlapped:
-            thinwire.overlap_forward(model, Quantize(bits=4), optimizers, poison=True)
+            sync: thinwire.GradientSync = thinwire.overlap_forward(
+                model, Quantize(bits=4), optimizers, poison=True
+            )
         else:
-            thinwire.attach(model, Quantize(bits=4), machines=False)
+            sync = thinwire.attach(model, Quantize(bits=4), machines=False)
         for step in range(STEPS):
             torch.autograd.backward(loss_of(model, step))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         weights.append(flat_of(model))
+        assert sync.stats().compression_ratio > 5
     assert torch.equal(*weights)
     optimizers[0].zero_grad()
     torch.autograd.backward(loss_of(model, STEPS))
@@ -309,12 +316,13 @@ def test_a_scheduler_may_be_older_and_a_layer_frozen() -> None:
     ddp_model = DistributedDataParallel(holder)
     optimizer = torch.optim.AdamW(holder.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # warnings are errors here
-    thinwire.overlap_forward(ddp_model, Quantize(bits=4), optimizer, poison=True)
+    sync = thinwire.overlap_forward(ddp_model, Quantize(bits=4), optimizer, poison=True)
     for _ in range(3):
         ddp_model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         schedule.step()
     assert are_alike([flat_of(ddp_model)])
+    assert sync.stats().compression_ratio > 1
 
 
 @in_each_process(2)
@@ -332,15 +340,16 @@ def test_a_pass_without_a_step_is_part_of_the_next_one_or_dropped() -> None:
         model = new_model()
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         if is_overlapped:
-            thinwire.overlap_forward(model, Quantize(bits=8), optimizer)
+            sync: thinwire.GradientSync = thinwire.overlap_forward(model, Quantize(bits=8), optimizer)
         else:
-            thinwire.attach(model, Quantize(bits=8), machines=False)
+            sync = thinwire.attach(model, Quantize(bits=8), machines=False)
         torch.autograd.backward(loss_of(model, 0))
         optimizer.zero_grad()  # dropped
         one_step(model, optimizer, 1)
         optimizer.zero_grad()
         one_step(model, optimizer, 2)
         weights.append(flat_of(model))
+        assert sync.stats().compression_ratio > 3
     assert torch.equal(*weights)
 
 

@@ -83,7 +83,7 @@ class Run:
         if self.aggregator is not None:
             gradients = [parameter.grad for parameter in self.model.parameters()]
             mean = torch.cat([mean.flatten() for mean in self.aggregator.aggregate(gradients)])
-            # What is added to this is scaled by the next weight.
+            # Gradients that are added to this are scaled by the next weight.
             assert not any(gradient.any() for gradient in gradients if gradient is not None)
         self.step += 1
         return mean

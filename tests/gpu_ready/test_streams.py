@@ -157,7 +157,7 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
                 torch.autograd.backward(model(torch.randn(4, 24)).sum())
                 for parameter in model.parameters():
                     parameter.detach().sub_(0.1 * torch.randn(()) * parameter.grad)  # type: ignore[operator]
-        return device, transport.waiting, len(adapter._buckets)
+        return device, transport.waiting, len(adapter._buckets._states)
     finally:
         dist.destroy_process_group()
 

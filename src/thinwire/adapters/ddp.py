@@ -43,17 +43,24 @@ def attach_ddp(
     holder: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    model = ddp_model.ddp_inside(holder)
-    if model is None:
-        raise AttachError(ddp_model.wrong_model(holder))
-    ddp_model.check_attachable(model)
-    transport = _transport_of(model)
-    refuse_averaged_twice(model.parameters(), transport, AttachError)
+    model, transport = attachable(holder)
     adapter = adapter_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: adapter, ATTACHED)
     tell_start(adapter.engine, model.parameters())
     # A new handle, since what this one holds leads back to the adapter.
     return GradientSync(adapter.engine, switch.free)
+
+
+def attachable(holder: torch.nn.Module) -> tuple[DistributedDataParallel, ProcessGroupTransport]:
+    """Return the DDP model that was given, or that a wrapper holds, and its transport; refuse others."""
+    model = ddp_model.ddp_inside(holder)
+    if model is None:
+        raise AttachError(ddp_model.wrong_model(holder))
+    ddp_model.check_attachable(model)
+    ddp_model.check_options(model)
+    transport = _transport_of(model)
+    refuse_averaged_twice(model.parameters(), transport, AttachError)
+    return model, transport
 
 
 def _transport_of(model: DistributedDataParallel) -> ProcessGroupTransport:
@@ -109,9 +116,8 @@ class DDPAdapter:
         self.engine, self.sync = engine, GradientSync(engine)
         # Weak: the model holds the hook's state, and with it this.
         self._model = None if model is None else weakref.ref(model)
-        self._parameters = _Parameters(names)
+        self._buckets = DDPBuckets(engine, names)
         self._comm_stream = CommStream()
-        self._buckets: dict[tuple[int, ...], BucketState] = {}
         self._is_new = True
         self._static_graph: _StaticGraph | None = None
         self._step: Step | None = None
@@ -145,7 +151,7 @@ class DDPAdapter:
             with beside:
                 # Time both as one: while a bucket is opened, and processes agree, its gradients wait.
                 with self.engine.clock.inside(self.engine.traffic):
-                    state = self._bucket_of(bucket.parameters())
+                    state = self._buckets.of(bucket.parameters())
                     step = step or self._begin(bucket)
                     used = None
                     if self._used is not None:
@@ -168,16 +174,6 @@ class DDPAdapter:
             raise
         return future
 
-    def _bucket_of(self, parameters: list[torch.Tensor]) -> BucketState:
-        # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
-        key = tuple(map(id, parameters))
-        known = self._buckets.get(key)
-        if known is None or not known.is_current:
-            # The others of this step stay; those of earlier layouts, or closed, hold plans and buffers.
-            self._buckets = {ids: bucket for ids, bucket in self._buckets.items() if bucket.is_in_flight}
-            known = self._buckets[key] = self.engine.buckets.bucket(self._parameters.specs_of(parameters))
-        return known
-
     def _begin(self, bucket: GradBucket) -> Step:
         # The model of a user's own hook is unknown; it may average within a machine only.
         if averaged_models and self._model is not None:
@@ -190,7 +186,7 @@ class DDPAdapter:
     def _finish(self, step: Step, *, is_pass: bool) -> None:
         # In the hook's last call, not in a future's callback: those run on separate threads. Rank 0 could
         # start the messages of step 8 before the last ones of step 7, rank 1 behind them: both would wait.
-        for parameter, name in self._parameters.outside:
+        for parameter, name in self._buckets.outside:
             if parameter.requires_grad:
                 raise ddp_model.unaveraged(name)
         if not step.finish():
@@ -199,7 +195,7 @@ class DDPAdapter:
             if name in step.unused:
                 gradient.copy_(before)
         self._copies = []
-        self._parameters.are_all_known = True
+        self._buckets.are_all_known = True
         if self._used is not None and is_pass:
             self._used.forget()
         self._release()
@@ -309,11 +305,13 @@ class _StaticGraph:
         return False
 
 
-class _Parameters:
-    """The parameters of DDP's buckets, with their names, or with their positions from the model's end."""
+class DDPBuckets:
+    """The buckets of a DDP model, whose parameters have names, or positions from the model's end."""
 
-    def __init__(self, names: dict[torch.nn.Parameter, str] | None) -> None:
+    def __init__(self, engine: Engine, names: dict[torch.nn.Parameter, str] | None) -> None:
         self.are_all_known = names is not None
+        self._plans = engine.buckets
+        self._states: dict[tuple[int, ...], BucketState] = {}  # by the parameters' ids
         # The parameters are kept so that no other object can take over an id.
         self._names: dict[int, tuple[torch.Tensor, str]] = {
             id(parameter): (parameter, name) for parameter, name in (names or {}).items()
@@ -323,8 +321,18 @@ class _Parameters:
         # later is in none, and would drift apart. What is frozen later stays in them.
         self.outside: list[tuple[torch.Tensor, str]] = []
 
-    def specs_of(self, parameters: list[torch.Tensor]) -> Specs:
-        """Return the specs of a bucket's parameters."""
+    def of(self, parameters: list[torch.Tensor]) -> BucketState:
+        """Return the bucket of some parameters."""
+        # Found by identity: this runs in every step, and names are slower.
+        key = tuple(map(id, parameters))
+        known = self._states.get(key)
+        if known is None or not known.is_current:
+            # The others of this step stay; those of earlier layouts, or closed, hold plans and buffers.
+            self._states = {ids: bucket for ids, bucket in self._states.items() if bucket.is_in_flight}
+            known = self._states[key] = self._plans.bucket(self._specs_of(parameters))
+        return known
+
+    def _specs_of(self, parameters: list[torch.Tensor]) -> Specs:
         # DDP fills buckets from the model's end, and lists each one's parameters from its start.
         for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
             if self.are_all_known:

@@ -24,27 +24,22 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.common import contributor_scales, new_engine, refuse_averaged_twice, tell_start
-from thinwire.adapters.ddp import ATTACHED, completed_future, dense_buffer, switched
+from thinwire.adapters.common import contributor_scales, new_engine, tell_start
+from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
 from thinwire.adapters.ddp_model import (
-    check_attachable,
-    check_options,
-    ddp_inside,
     guard,
     names_of,
     unaveraged,
-    wrong_model,
 )
 from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.algorithms.requests import AllGather
-from thinwire.comm import Message, ProcessGroupTransport, Work
+from thinwire.comm import Message, Work
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.bucket_plans import BucketState
-from thinwire.sync.partition import Specs
 from thinwire.sync.scheduler import Task
 from thinwire.sync.step import Step
 from thinwire.torch_private import (
@@ -117,16 +112,10 @@ def overlap_forward(
         >>> sync.steps
         2
     """
-    ddp_model = ddp_inside(model)
-    if ddp_model is None:
-        raise AttachError(wrong_model(model))
-    check_attachable(ddp_model)
-    check_options(ddp_model)
+    ddp_model, transport = attachable(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check(model, ddp_model, algorithm, clip_norm)
     _check_optimizers(ddp_model, optimizers)
-    transport = ProcessGroupTransport(ddp_model.process_group, next(ddp_model.parameters()).device)
-    refuse_averaged_twice(ddp_model.parameters(), transport, AttachError)
     names = names_of(ddp_model.module, ddp_model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, tensor) for tensor, name in names.items() if tensor.requires_grad]
     engine = new_engine(algorithm, transport, specs, Settings(), False)
@@ -224,7 +213,8 @@ class ForwardAdapter:
         optimizers: Sequence[DeferredOptimizer],
         clip_norm: float | None,
     ) -> None:
-        self.engine, self._names, self._optimizers, self._clip_norm = engine, names, optimizers, clip_norm
+        self.engine, self._optimizers, self._clip_norm = engine, optimizers, clip_norm
+        self._names, self._buckets = names, DDPBuckets(engine, names)
         self._open: Step | None = None  # from its first bucket until its means are sent
         self._started: list[PendingBucket] = []  # in it
         self._left_by_backward: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
@@ -234,7 +224,6 @@ class ForwardAdapter:
         self._scale: torch.Tensor | None = None  # that clips the means
         self._failure: BaseException | None = None  # of a mean that did not come
         self._is_stepping = False
-        self._specs: dict[tuple[int, ...], Specs] = {}  # by the parameters of a bucket
         self._modules: list[nn.Module] = []
         self._handles: list[Any] = []
 
@@ -273,11 +262,8 @@ class ForwardAdapter:
         if self._open is None:
             self._open = self.engine.begin()
         parameters: list[Any] = bucket.parameters()
-        key = tuple(map(id, parameters))
-        if key not in self._specs:
-            self._specs[key] = tuple(ParameterSpec.of(self._names[p], p) for p in parameters)
         # A copy: DDP's bucket is the user's until the mean is there, to zero or to accumulate in.
-        state = self.engine.buckets.bucket(self._specs[key])
+        state = self._buckets.of(parameters)
         pending = PendingBucket(state, parameters, flat.clone())
         try:
             self._open.start(state, pending.mean)
@@ -324,10 +310,9 @@ class ForwardAdapter:
                 "leave out GradScaler, clip with clip_norm=…, or use thinwire.attach"
             )
         step, buckets = self._open, self._started
-        inside = {parameter for bucket in buckets for parameter in bucket.parameters}
-        for parameter in self._parameters():
-            if parameter.grad is not None and parameter not in inside:
-                raise unaveraged(self._names.get(parameter, "a parameter"))
+        for outside, name in self._buckets.outside:
+            if outside.requires_grad:
+                raise unaveraged(name)
         for bucket, task in zip(buckets, step.collect(), strict=True):
             bucket.task = task
         if self._clip_norm is not None:
@@ -380,7 +365,7 @@ class ForwardAdapter:
             raise StepError(
                 "a hook of an optimizer's step has read parameters that wait for theirs; remove it"
             )
-        # What has come of a mean that failed must not be taken for it by the next one who reads.
+        # The next one who reads must not take the part of a failed mean that has come for the whole.
         if self._failure is not None:
             raise StepError(
                 "the last step's means did not come to all parameters; call abandon(), and load a "

@@ -158,7 +158,7 @@ class TopKPlan(BucketPlan):
         )
         message = kernels.encode(query)  # 1, 2
         sent = kernels.decode(query, (yield AllGather(message)))  # 3
-        # Of a chunk with anything that is not finite, no value is.
+        # A chunk with anything that is not finite has no finite value.
         is_healthy = yield Commit(AllFinite((sent[1],)), commits_on_device=kernels.commits_on_device)
         counts = [-(-size // self.config.chunk) for size in self.sizes]
         less = self._in_one(memory[REDUCTION], counts, accelerators.widest_dtype(device), device)

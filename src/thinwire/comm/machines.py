@@ -165,7 +165,7 @@ def _new_groups(
             )
 
 
-# Who shares a machine: given by the user.
+# The user says who shares a machine.
 
 
 def _given(

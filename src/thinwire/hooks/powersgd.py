@@ -138,7 +138,7 @@ class PowerSGDState:
     warm_start = _setting("warm_start")
 
     def _get(self, name: str) -> Any:
-        # Of the algorithm in use; the last known one if `sync.use` has put another.
+        # The algorithm in use tells; the last known settings do if `sync.use` has put one without.
         ours = ELSEWHERE.get(name, name)
         in_use = None if self._adapter is None else self._adapter.sync.algorithm
         return getattr(in_use, ours, self._settings[ours])

@@ -241,7 +241,7 @@ def _paired(
     return [(place, *pair) for pair in zip(parameters, values, strict=True)]
 
 
-# What members compare of them, and a newcomer is given.
+# Settings that members compare, and state that a newcomer is given.
 
 
 def inner_settings(optimizers: Sequence[torch.optim.Optimizer]) -> InnerSettings:

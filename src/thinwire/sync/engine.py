@@ -48,8 +48,8 @@ class Engine:
         parts: Parts = (),
         machines: Machines | None = None,
     ) -> None:
-        # Of all processes: what is agreed upon and saved goes through it, uncounted. And with whom this one
-        # averages: all, or those of its local rank on other machines.
+        # `transport` joins all processes, and carries what is agreed upon and saved, uncounted. `inter_node`
+        # joins those that this one averages with: all, or those of its local rank on other machines.
         self.transport = self.inter_node = transport
         # Which process of this machine averages what; None if each averages whole buckets with all.
         self.partition: IntraNodePartition | None = None

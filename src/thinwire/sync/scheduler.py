@@ -142,7 +142,7 @@ class CollectiveScheduler:
 
         While that one is decoded, the next one's message travels. Returns whether there is a round under way.
         """
-        # What closes the step travels with the second messages of all buckets.
+        # The step's closing message travels with the second ones of all buckets.
         return self._advance_first() if self._is_pipelined and not self._closing else self.advance()
 
     def close_with(self, requests: Requests) -> None:

@@ -47,7 +47,7 @@ class Step:
         self._plans, self._state, self._memory, self._scheduler = plans, plans.state, memory, scheduler
         self._clock, self._traffic, self._ended, self._name = clock, traffic, ended, scheduler.name
         self._buckets: list[BucketState] = []  # in the order in which they were started
-        # Of them. New buckets, and those that came after one, wait for the comparison of the processes.
+        # Counts those sent. New buckets, and those that came after one, wait until processes are compared.
         self._num_sent = 0
         self._has_all = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
@@ -216,7 +216,7 @@ class Step:
                     committed = self._commit()
                 if self._reduces is not None:
                     self._reduces.gather()
-                    # As planned: none knows what the others of the machine have sent.
+                    # Count as planned: none knows what the others of the machine have sent.
                     is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
                     planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
                     self._traffic.machine_bytes += planned_bytes if is_warm else self.gradient_bytes
@@ -230,7 +230,7 @@ class Step:
         self._ended(self, committed)
         return committed
 
-    # Or bucket by bucket, without a decision on all: for plans that write no memory (`overlap_forward`).
+    # `overlap_forward` goes bucket by bucket, without a decision on all: its plans write no memory.
 
     def collect(self) -> list[Task]:
         """Wait for all first messages; return buckets' tasks, which stand at their second one."""

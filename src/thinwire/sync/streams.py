@@ -68,7 +68,7 @@ class CommStream:
 
     def current_waits(self) -> None:
         """Let the current streams wait for all that it has been given, before anything else."""
-        # What was made on them may have been freed while this reads it.
+        # A tensor that was made on them may have been freed while this reads it.
         for device, stream in self._streams.items():
             here = current_stream(device)
             if here is not None:

@@ -167,7 +167,7 @@ def _write_codes(
     BLOCK: tl.constexpr, BITS: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Store codes; zeros in blocks that only fill up."""
-    # As many columns as fill whole units: of 5 bits two, which fill five bytes.
+    # The columns of a program fill whole units: two of 5 bits fill five bytes.
     UNIT_BITS: tl.constexpr = 8 if BITS & (BITS - 1) else 16
     COLUMNS: tl.constexpr = 4 if BITS == 1 else (2 if BITS < 4 or BITS == 5 else 1)
     UNITS: tl.constexpr = CODES * COLUMNS * BITS // UNIT_BITS

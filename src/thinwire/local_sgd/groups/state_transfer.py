@@ -110,7 +110,7 @@ def receive_state(transport: GroupTransport, source: int, timeout_seconds: float
         num_received += len(part)
         seconds = time.monotonic() - start
         expected = seconds * len(data) / num_received
-        # As soon as it can be told: the others would time out, again and again.
+        # Refuse as soon as it can be told: the others would time out, again and again.
         if seconds >= MEASURED_SHARE * timeout_seconds and expected > timeout_seconds:
             rate = 8e-6 * num_received / seconds
             raise StateError(
