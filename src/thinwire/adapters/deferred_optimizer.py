@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from types import MethodType
 from typing import Any
 
@@ -58,9 +59,12 @@ class DeferredOptimizer:
             yield from group["params"]
 
     def _defer(self) -> None:
-        # Learning rates, and all else that groups have now.
         self.is_deferred = True
-        self._settings = [_settings_of(group) for group in self.optimizer.param_groups]
+        # A copy of learning rates, and of all else that groups have now: a scheduler may fill a tensor.
+        self._settings = [
+            {key: deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         for parameter in self.parameters():
             if not self._poison or not parameter.requires_grad:
                 continue
@@ -100,12 +104,6 @@ class DeferredOptimizer:
         del self.optimizer.step
         if self._before is not None:  # a learning rate scheduler's
             self.optimizer.step = self._before  # type: ignore[method-assign]
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    # Copied, since a scheduler may fill a learning rate that is a tensor.
-    kept = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
 
 
 class ReadParameters(ParameterDict):

@@ -181,7 +181,10 @@ class QuantizePlan(BucketPlan):
         kernels = self._code_kernels(values)
         # The mean's random bits are seeded by parameter and place, not by member: all draw the same for a
         # block.
-        of_values, of_mean = self._random_bits(memory, bucket)
+        of_values: RandomBits | None = None
+        of_mean: RandomBits | None = None
+        if self.config.rounding == "stochastic":
+            of_values, of_mean = self._rng.draws(memory.step, (bucket.rank, OF_THE_MEAN), values.device)
         sent = kernels.encoded(values, blocks, codebook, of_values)
         received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
 
@@ -225,12 +228,3 @@ class QuantizePlan(BucketPlan):
     @cached_property
     def _rng(self) -> CounterRNG:
         return CounterRNG(self.blocks, self.specs, self.config.seed)
-
-    def _random_bits(
-        self, memory: Memory, bucket: Bucket
-    ) -> tuple[RandomBits, RandomBits] | tuple[None, None]:
-        """Return those of this member and those of the mean, if rounding is stochastic."""
-        if self.config.rounding == "nearest":
-            return None, None
-        of_member, of_mean = self._rng.draws(memory.step, (bucket.rank, OF_THE_MEAN), bucket.flat.device)
-        return of_member, of_mean

@@ -61,7 +61,9 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
         while due_frames and due_frames[0][0] <= now:
             _, _, targets, frame = heappop(due_frames)
             for target in targets:
-                _send(ports[target], frame)
+                # A full queue, or a machine that has ended: the frame is lost, as on a real link.
+                with suppress(OSError):
+                    ports[target].send(frame)
         wait_seconds = max(0.0, due_frames[0][0] - time.monotonic()) if due_frames else None
         for port in select.select(ports, (), (), wait_seconds)[0]:
             source = ports.index(port)
@@ -104,11 +106,6 @@ def _received(port: socket.socket) -> list[bytes]:
         if address[2] != socket.PACKET_OUTGOING:  # what the relay itself has sent
             frames.append(frame)
     return frames
-
-
-def _send(port: socket.socket, frame: bytes) -> None:
-    with suppress(OSError):  # a full queue, or a machine that has ended: the frame is lost, as on a real link
-        port.send(frame)
 
 
 if __name__ == "__main__":
