@@ -33,7 +33,7 @@ from thinwire.elastic import (
     LocalSGD,
     Steps,
 )
-from thinwire.errors import CommunicationError, ConfigError, LeftError, StateError, StepError
+from thinwire.errors import AttachError, CommunicationError, ConfigError, LeftError, StateError, StepError
 from thinwire.local_sgd import admission, elastic_members, model_changes
 from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups import state_transfer
@@ -754,6 +754,9 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
         local.count_work(3)
     with pytest.raises(StepError, match="outside the context"), local.averaged():
         pass
+    group.inside = InProcessTransport.group(2)[0]
+    with pytest.raises(AttachError, match="2 processes but the model spans 1"):
+        LocalSGD(model, optimizer, every_steps=2, group=group)
 
 
 def test_a_watch_logs_who_has_come_and_gone(tmp_path: Path) -> None:

@@ -70,56 +70,6 @@ def test_members_are_killed_stopped_told_to_leave_and_join_again(job: Job) -> No
     assert job.check_equal() > 10
 
 
-def test_gradients_are_averaged_by_members_that_join_and_are_killed(job: Job) -> None:
-    job.start(0, min_members=2, averages_gradients=True)
-    second = job.start(1, min_members=2, averages_gradients=True)
-    job.wait_for_averagings(0)
-    job.start(2, min_members=2, averages_gradients=True)
-    job.wait_for_averagings(2)
-    second.kill()
-    job.wait(lambda: job.told(event="averaged", member=0, losses=1, members=2))
-    job.wait_for_averagings(2)
-    assert job.check_equal() > 3
-
-
-@pytest.mark.parametrize("averaging", [{}, {"averages_gradients": True}], ids=["models", "gradients"])
-def test_a_whole_group_that_was_killed_resumes_and_makes_the_same_models(
-    job: Job, averaging: dict[str, Any]
-) -> None:
-    options = {"min_members": 2, **averaging}
-    first = [job.start(member, saves_at=10, **options) for member in range(2)]
-    job.wait_for_averagings(0, 8)
-    for process in first:
-        process.kill()
-        process.join()
-    again = [job.start(member, resumes=True, **options) for member in range(2)]
-    job.wait(lambda: len(job.told(event="joined")) == 4)
-    assert {line["step"] for line in job.told(event="joined")[2:]} == {10}
-    job.wait_for_averagings(0, 8)
-    pids = {process.pid for process in again}
-    runs: tuple[dict[int, str], dict[int, str]] = {}, {}
-    for line in job.told(event="averaged", member=0):
-        if line["step"] > 10:
-            runs[line["pid"] in pids][line["step"]] = line["checksum"]
-    both = runs[0].keys() & runs[1].keys()
-    assert len(both) > 3
-    assert all(runs[0][step] == runs[1][step] for step in both)
-
-
-def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) -> None:
-    job.start(0, min_members=2), job.start(1, min_members=2)
-    job.wait_for_averagings(0)
-    stranger = job.start(2, learning={"width": 24, "has_buffers": True}, min_members=2)
-    job.wait(lambda: job.told(event="raised"))
-    (told,) = job.told(event="raised")
-    assert (told["member"], told["error"]) == (2, "AgreementError")
-    assert "parameter 2.weight" in told["message"]
-    stranger.join(PATIENCE_SECONDS)
-    job.wait_for_averagings(0)
-    assert job.told(event="averaged", member=0)[-1]["losses"] == 0
-    assert job.check_equal() > 2
-
-
 def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
     with pytest.raises(CommunicationError, match="there is no lighthouse at"):
         TorchftGroup("http://127.0.0.1:1", timeout_seconds=0.5, hostname="127.0.0.1")
