@@ -15,7 +15,7 @@ ROWS = [
     (True, False, "GG------", "-G--G--G"),
     (True, True, "GGSSSSSS", "-G--G--G"),
 ]
-LETTERS = {None: "-", "group": "G", "subgroup": "S"}
+LETTERS = {"": "-", "group": "G", "subgroup": "S"}
 
 
 def turns_of(schedule: Schedule, num_steps: int) -> str:

@@ -15,6 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import Shadow, averaging_model, tell_start
+from thinwire.adapters.ddp import DDPAdapter, switched
+from thinwire.adapters.ddp_model import names_of
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
@@ -28,10 +30,9 @@ from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges, engines_of
 from thinwire.local_sgd.outer import Outer, check_outer
 from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
-from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.local_sgd.training_loop import check_ddp, driven_gradients
-from thinwire.sync import Engine
+from thinwire.local_sgd.training_loop import check_ddp
 from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
@@ -41,15 +42,13 @@ if TYPE_CHECKING:
 class LocalSGD(ModelAverager, Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
-    A context manager around the training loop, which every process of the group enters. Loop, model and
-    optimizer stay as they are. What travels is each process's *change* of the parameters since the last
-    averaging, as gradients do: `algorithm` may be any of Thinwire's, with its error memory. After an
-    averaging all processes hold the same parameters to the bit, written in place. A table in
-    docs/local-sgd.md says what is averaged after each step.
+    A context manager around the training loop, which every process of the group enters. What travels is each
+    process's *change* of the parameters since the last averaging: `algorithm` may be any of Thinwire's, with
+    its error memory. After an averaging all processes hold the same parameters to the bit, written in place.
 
     The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
     but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
-    `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
+    `algorithm` and `outer` are for the averagings over the group after it (table in docs/local-sgd.md).
 
     On entry all processes take the model of the group's first process, buffers included, unless a state was
     loaded. A clean exit averages the steps since the last averaging, so all processes leave with the same
@@ -140,7 +139,8 @@ class LocalSGD(ModelAverager, Joinable):
         self._engines = engines_of(averaged, schedule, algorithm, group, replica.shards, within)
         static = StaticGroup(group)
         changes = ModelChanges(averaged, schedule, self._engines, optimizers, static)
-        super().__init__(changes, StaticMembership(static, changes, self._engines), grad_scaler)
+        averaging_within = self._engines.subgroup if schedule.averages_within else None
+        super().__init__(changes, StaticMembership(static, changes, averaging_within), grad_scaler)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
@@ -174,11 +174,14 @@ class LocalSGD(ModelAverager, Joinable):
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
             else:
-                levels: dict[Level, Engine] = {"group": engines.gradients}
+                ddp, names = model.ddp, names_of(model.module, model.ddp.parameters_to_ignore)
+                adapters = {"group": DDPAdapter(engines.gradients, names, ddp)}
                 if engines.subgroup is not None:
-                    levels["subgroup"] = engines.subgroup
-                driven = driven_gradients(model.ddp, levels, lambda: self._schedule.gradients_in(self.steps))
-                attached.enter_context(driven)
+                    adapters["subgroup"] = DDPAdapter(engines.subgroup, names, ddp)
+                switch = switched(
+                    ddp, lambda: adapters.get(self._schedule.gradients_in(self.steps)), taken_by="LocalSGD"
+                )
+                attached.callback(switch.free)
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
@@ -226,7 +229,7 @@ class LocalSGD(ModelAverager, Joinable):
         super()._after_own_step()
 
     def _average_if_due(self) -> None:
-        if self._membership.subgroup is not None:
+        if self._schedule.averages_within:
             with self._collective("a step"):
                 self._membership.average_within()
         super()._average_if_due()
@@ -239,8 +242,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Return, for a join context, how this process shadows the others once it has no more input.
 
         Changes are divided by the members of the group, or (`divide_by_initial_world_size=False`) by the
-        contributors: the processes that had input since the last averaging. At the end of the join
-        context what is left is averaged.
+        processes that had input since the last averaging. At the context's end what is left is averaged.
 
         Raises:
             StepError: The LocalSGD context is not entered.
@@ -352,17 +354,13 @@ class LocalSGD(ModelAverager, Joinable):
             {tensor.name: replica.shape_of(tensor.name, tensor.value) for tensor in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        has_outer, has_warmup = (
-            self._model.make_outer is not None,
-            self._schedule.warmup.algorithm is not None,
-        )
-        loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
+        has_outer, has_warmup = self._model.make_outer is not None, bool(self._schedule.warmup.algorithm)
+        # A copy: it is used on entry, and the caller's own may have changed by then.
+        loaded = checked_state(copy.deepcopy(state), shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
-        # A copy: it is used on entry, and the caller's own may have changed by then.
-        loaded = copy.deepcopy(loaded)
         warm_engine = self._engines.gradients
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
         # First what may refuse: then nothing else has changed.

@@ -24,7 +24,7 @@ from thinwire.sync import Engine, Settings
 
 
 class Engines(NamedTuple):
-    """Engines that count together what they send over the group; a subgroup has a faster network."""
+    """Engines of a model and its schedule; they count together what they send over the group."""
 
     main: Engine  # of the changes that `algorithm` averages
     warmup: Engine  # of changes in the warm-up
@@ -40,7 +40,7 @@ def engines_of(
     health_group: Transport | None,
     within: Transport | None = None,
 ) -> Engines:
-    """Return the engines of a model and its schedule, over a group and perhaps a subgroup."""
+    """Return the engines of averagings over a group and perhaps a subgroup."""
     averaged = model.tensors()
     specs = [tensor.spec for tensor in averaged]
     parts = layouts_of(averaged, schedule.streaming.fragments)
@@ -84,9 +84,8 @@ class ModelChanges(Contributor):
         self._warmup, self._warm_gradients = engines.warmup, engines.gradients
         # Whether the members change, and the outer learning rate with their number.
         self._is_elastic = group.weigh_by in ("steps", "work")
-        # Elastic members combine the statuses of their processes; those of a machine have one change.
-        is_whole = self._is_elastic or engines.main.partition is not None
-        self.together = None if is_whole else model.replica.shards
+        # Elastic members combine the statuses of their processes.
+        self.together = None if self._is_elastic else model.replica.shards
         self.pending_steps = 0
         self.chosen: Sequence[Fragment] | None = None
         self._turn_began = 0  # steps at the last turn
@@ -239,17 +238,22 @@ class ModelChanges(Contributor):
         self.turns = turns
         self.end_warmup()
 
-    def description(self) -> Description:
+    def settings(self) -> dict[str, str]:
+        """Return what must be set alike on all members."""
         schedule = self.schedule
-        return {
-            **super().description(),
-            "every_steps": str(schedule.every_steps),
-            "every_seconds": str(schedule.every_seconds),
-            "streaming": str(schedule.streaming),
-            "warmup": str(schedule.warmup),
+        settings = {
+            "every_steps": schedule.every_steps,
+            "every_seconds": schedule.every_seconds,
+            "streaming": schedule.streaming,
+            "warmup": schedule.warmup,
+            "subgroup": schedule.has_subgroup,
             "weigh_by": self._group.weigh_by,
             "outer optimizer": described_outer(self.model.outer),
         }
+        return {subject: str(value) for subject, value in settings.items()}
+
+    def description(self) -> Description:
+        return {**super().description(), **self.settings()}
 
     @property
     def tolerates_other_settings(self) -> bool:

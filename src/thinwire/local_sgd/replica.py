@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from thinwire.algorithms import Slot
 from thinwire.comm import InProcessTransport, Transport
+from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync
+from thinwire.sync.algorithm_state import assemble, parts_of_all
 
 if TYPE_CHECKING:
     from thinwire.adapters.sharded.model import Piece
+
+HELD = Slot("what processes hold", is_elementwise=True)
 
 
 @dataclass(frozen=True)
@@ -45,27 +50,21 @@ class Replica:
         """
         if self.saves_parts or self.shards is None:
             return dict(held)
-        return {name: self._gathered(name, part, self.shards) for name, part in held.items()}
+        specs = {
+            name: ParameterSpec.of(name, part.new_empty(self.shape_of(name, part), device="meta"))
+            for name, part in held.items()
+        }
+        parts = parts_of_all({HELD: dict(held)}, self.inside)
+        return assemble([HELD], parts, specs, lambda part, whole: self._cut(part.label, whole, part.rank))[
+            HELD
+        ]
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
-        shard, shards = self.inside.rank, self.inside.size
         return {
-            name: self.pieces[name].cut(shard, shards)(tensor).clone() if name in self.pieces else tensor
+            name: self._cut(name, tensor, self.inside.rank).clone() if name in self.pieces else tensor
             for name, tensor in whole.items()
         }
 
-    def _gathered(self, name: str, held: torch.Tensor, shards: Transport) -> torch.Tensor:
-        piece = self.pieces.get(name)
-        whole = torch.empty(self.shape_of(name, held), dtype=held.dtype)
-        parts = [whole]
-        if piece is not None and piece.dim is not None:
-            parts = [piece.cut(shard, shards.size)(whole) for shard in range(shards.size)]
-        # The first shard is the longest; the last ones may be empty, and take part.
-        padded = held.new_zeros(parts[0].numel(), device=shards.control_device)
-        padded[: held.numel()] = held.reshape(-1)
-        rows = padded.new_empty(shards.size, len(padded))
-        shards.all_gather(rows, padded, f"state_dict(), {name}").wait()
-        for part, row in zip(parts, rows, strict=False):
-            part.copy_(row[: part.numel()].view(part.shape))
-        return whole
+    def _cut(self, name: str, whole: torch.Tensor, shard: int) -> torch.Tensor:
+        return self.pieces[name].cut(shard, self.inside.size)(whole)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.checks import checked_scaler, number, shown, whole_count
 from thinwire.errors import ConfigError
 from thinwire.local_sgd.settings import Streaming, Warmup
 from thinwire.sync.settings import checked_on_nonfinite
-
-Level: TypeAlias = Literal["group", "subgroup"]
 
 EXACT, WHOLE, NO_WARMUP = AllReduce(), Streaming(), Warmup()
 USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
@@ -104,13 +101,11 @@ class Schedule:
         """Return whether an averaging after `step` steps goes on while training does."""
         return self.streaming.delay_steps > 0 and not self.is_warm_up(step)
 
-    def gradients_in(self, step: int) -> Level | None:
-        """Return over whom the gradients of the step after `step` steps are averaged."""
-        if not self.has_ddp:
-            return None
-        if step < self.warmup.steps:
+    def gradients_in(self, step: int) -> str:
+        """Return over whom the gradients of the step after `step` steps are averaged; "" for no one."""
+        if self.has_ddp and step < self.warmup.steps:
             return "group"
-        return "subgroup" if self.has_subgroup else None
+        return "subgroup" if self.has_ddp and self.has_subgroup else ""
 
     def is_due(self, step: int, turn: int, steps: int, seconds: float = 0.0) -> bool:
         """Return whether members average after `step` steps.
