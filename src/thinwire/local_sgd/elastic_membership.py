@@ -61,7 +61,8 @@ class ElasticMembership(Membership):
     """
 
     def __init__(self, group: Group, contributor: Contributor, kind: str) -> None:
-        super().__init__(group, contributor)
+        super().__init__(contributor)
+        self.group = group
         self.stats = MembershipStats()
         self.is_leaving = False  # to be set: whether to leave after the next averaging
         # The committed averagings that the model comes from, a digest and a number; newcomers take both.

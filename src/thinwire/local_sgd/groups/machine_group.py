@@ -12,7 +12,7 @@ import torch
 
 from thinwire.comm import Description, Message, Transport, Work, gather_bytes, gather_numbers
 from thinwire.comm.metered import Wrapped
-from thinwire.comm.transport import CombinedWork
+from thinwire.comm.transport import CombinedWork, CompletedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
@@ -165,7 +165,7 @@ class _LeaderTransport(Transport):
         self._first, self._inside = first, inside
 
     def start(self, message: Message) -> Work:
-        wait_first: Callable[[], None] = bool  # what others than the first process wait for is nothing
+        wait_first: Callable[[], None] = CompletedWork().wait
         if self._first is not None:
             try:
                 wait_first = self._first.start(message).wait
