@@ -134,7 +134,7 @@ def train(
             loss = (model(inputs) - (inputs @ target).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            time.sleep(0.01)
+            time.sleep(0.05)  # or those that wait for a member to come back would work all the time
             local.step() if averages_gradients else optimizer.step()
             if local.steps == saves_at:
                 checkpoint.save(local.state_dict(), file)

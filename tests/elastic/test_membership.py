@@ -87,7 +87,6 @@ class Run(InTurns[LocalSGD]):
         faults: dict[int, tuple[Any, ...]] | None = None,
         options: dict[int, dict[str, Any]] | None = None,
         kind: Callable[..., LocalSGD] = LocalSGD,
-        min_members: int = 1,
         wait_seconds: float = 60.0,
         weigh_by: str = "steps",
         send_optimizer: bool = True,
@@ -100,7 +99,7 @@ class Run(InTurns[LocalSGD]):
         # By turn and member, its steps and its change.
         self.put_in: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
         of_group = {"weigh_by": weigh_by, "send_optimizer": send_optimizer}
-        lighthouse = InProcessLighthouse(min_members, wait_seconds, **of_group)
+        lighthouse = InProcessLighthouse(1, wait_seconds, **of_group)
         super().__init__(joins_at, lighthouse=lighthouse, ends=ends, faults=faults)
 
     def train(self, member: int) -> str:
@@ -612,12 +611,6 @@ def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
     assert "not finite" in str(run.errors[1])
     assert run.models[8, 0].isfinite().all()
     run.check_equal()
-
-
-def test_too_few_members_wait_and_then_say_so() -> None:
-    run = Run([0, 0], min_members=2, wait_seconds=0.0, ends={1: (4, "leave")})
-    assert run.results == ["CommunicationError", "left"]
-    assert "2 members" in str(run.errors[0])
 
 
 def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:

@@ -360,8 +360,6 @@ def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_s
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"every_steps": 2, "warmup": Warmup(2, on_nonfinite="zero")}, "gradients that a DDP model averages"),
-    ({"every_steps": 2, "warmup": 3}, r"warmup must be a thinwire\.Warmup"),
     (
         {"every_steps": 4, "streaming": Streaming(fragments=2, delay_steps=2)},
         r"delay_steps=2 does not go with every_steps=4 / fragments=2: .*; take delay_steps=1 or less",

@@ -53,8 +53,7 @@ class ElasticMembership(Membership):
 
     An averaging is committed by all members or by none. The last of its messages says that everybody has
     received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
-    and learns in the next quorum whether the others have committed. A member that is lost while training goes
-    on shows when the averaging is due, and it is done again.
+    and learns in the next quorum whether the others have committed.
 
     What each member has not transmitted counts in the mean over the members of its averaging. When their
     number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
@@ -111,7 +110,7 @@ class ElasticMembership(Membership):
             self._is_saving = False
 
     def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        """As of `Contributor.state`."""
         return self._contributor.state(self.lineage, self.commits, sync)
 
     def stand_at(self, lineage: int, commits: int) -> None:
