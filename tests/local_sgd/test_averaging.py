@@ -27,26 +27,25 @@ OTHERS = "the model's trainable parameters or buffers are others than when this 
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dtype", "max_gap"),
+    ("size", "algorithm", "dtype", "max_gap"),
     [
-        (AllReduce(), torch.float64, 1e-12),
-        (AllReduce(), torch.float32, 1e-5),
-        (FULL_RANK, torch.float32, 1e-4),
+        (4, AllReduce(), torch.float64, 1e-12),
+        (2, AllReduce(), torch.float32, 1e-5),
+        (2, FULL_RANK, torch.float32, 1e-4),
     ],
     ids=["exact, fp64", "exact, fp32", "full rank, fp32"],
 )
-@pytest.mark.parametrize("size", [2, 4])
 @in_each_member()
 def test_averaging_every_step_is_data_parallel_training(
     member: Member, algorithm: Algorithm, dtype: torch.dtype, max_gap: float
 ) -> None:
-    expected, model = data_parallel(member.size, 8, dtype), new_model(dtype=dtype)
+    expected, model = data_parallel(member.size, 5, dtype), new_model(dtype=dtype)
     moved = (expected - flat(model)).norm()
-    assert moved > 0.1
+    assert moved > 0.05
     member.take(model)
     addresses = [p.data_ptr() for p in model.parameters()]
     with member.local(every_steps=1, algorithm=algorithm):
-        member.train(8)
+        member.train(5)
     assert (flat(model) - expected).norm() < max_gap * moved
     assert member.agreed()
     assert addresses == [p.data_ptr() for p in model.parameters()]
@@ -73,13 +72,10 @@ def test_statistics_are_averaged_as_they_are(member: Member, algorithm: Algorith
     assert local.stats().compression_ratio > 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @in_each_member(2)
-def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(
-    member: Member, dtype: torch.dtype
-) -> None:
+def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(member: Member) -> None:
     """They hold weights that stay; torch has no arithmetic on them."""
-    model = new_model()
+    model, dtype = new_model(), torch.float8_e4m3fn
     scale = torch.full((4,), 1.0 + member.rank).to(dtype)
     model.register_buffer("scale", scale)
     member.take(model)
@@ -95,12 +91,11 @@ def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(
         member.local()
 
 
-@pytest.mark.parametrize("algorithm", [Quantize(bits=4, error_feedback=True), BatchedPowerSGD(matrix_rank=1)])
 @in_each_member(2)
-def test_before_the_first_averaging_the_plan_knows_statistics(member: Member, algorithm: Algorithm) -> None:
+def test_before_the_first_averaging_the_plan_knows_statistics(member: Member) -> None:
     """As it is after it."""
     member.take(with_statistics())
-    with member.local(every_steps=1, algorithm=algorithm) as local:
+    with member.local(every_steps=1, algorithm=BatchedPowerSGD(matrix_rank=1)) as local:
         first = local.sync.plan
         member.optimizer.step()
         assert local.sync.plan == first
@@ -240,8 +235,7 @@ def test_of_another_optimizer_under_the_same_scaler_steps_do_not_count(member: M
     assert (local.steps, local.stats().messages) == (4, 2)
 
 
-@pytest.mark.parametrize("every_steps", [2, 4, 100])
-@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize(("every_steps", "hierarchical"), [(2, True), (4, False), (100, False)])
 @in_each_member(4)
 def test_different_numbers_of_batches_are_an_error_on_all_members(
     member: Member, every_steps: int, hierarchical: bool
@@ -252,13 +246,6 @@ def test_different_numbers_of_batches_are_an_error_on_all_members(
         member.local(every_steps=every_steps, subgroup=member.pair if hierarchical else None),
     ):
         member.train(3 if member.rank == 1 else 4)
-
-
-@in_each_member(10)
-def test_of_many_who_disagree_eight_are_listed(member: Member) -> None:
-    told = "(0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7 and 2 more)"
-    with refused(StepError, told), member.local(every_steps=9):
-        member.train(member.rank)
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), POWER], ids=str)
@@ -551,14 +538,14 @@ def test_exit_takes_everything_off_and_averages_only_if_clean(member: Member, ra
     scaler = GradScaler("cpu")
     scaler.step = own = scaler.step  # type: ignore[method-assign]
     member.optimizer.register_step_post_hook(lambda *_: None)
-    local = member.local(every_steps=5, grad_scaler=scaler)
+    local = member.local(every_steps=3, grad_scaler=scaler)
     with pytest.raises(KeyError) if raises else nullcontext(), local:
         assert len(member.optimizer._optimizer_step_post_hooks) == 2
         member.train(2)
         if raises:
             raise KeyError
     assert len(member.optimizer._optimizer_step_post_hooks) == 1
-    member.train(10 if raises else 0)
+    member.train(3 if raises else 0)
     assert member.agreed() != raises
     assert scaler.step is own
     assert local.stats().messages == (0 if raises else 1)
