@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -255,15 +255,6 @@ def test_with_subgroups_a_warm_up_and_buffers(member: Member, delay_steps: int) 
 
 
 @in_each_member(2)
-def test_uneven_inputs(member: Member) -> None:
-    streaming = Streaming(fragments=2, delay_steps=1)
-    with member.local(every_steps=4, streaming=streaming, algorithm=POWER) as local:
-        member.train_unevenly(local, (3, 8))
-    assert member.agreed()
-    assert local.steps == 8
-
-
-@in_each_member(2)
 def test_the_last_averages_can_be_looked_at(member: Member) -> None:
     """The same model on all members, buffers included; afterwards each has its own again."""
     with member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)) as local:
@@ -356,16 +347,10 @@ def resized(model: Any) -> None:
     model[4].weight.data, model[4].bias.data = torch.zeros(3, 40), torch.zeros(3)
 
 
-def added(model: Any) -> None:
-    model.extra = nn.Parameter(torch.ones(1))
-
-
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "frozen": (lambda model: model[2].requires_grad_(False), "['2.bias', '2.weight']"),
-    "unfrozen": (lambda model: model[0].requires_grad_(True), "['0.bias', '0.weight']"),
     "replaced": (replaced, "['0.weight']"),
     "resized": (resized, "['4.bias', '4.weight']"),
-    "added": (added, "['extra']"),
 }
 
 
@@ -373,7 +358,6 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 @in_each_member(2)
 def test_a_model_that_changes_in_mid_round_is_refused(member: Member, case: str) -> None:
     change, names = CHANGES[case]
-    cast(Any, member.model)[0].requires_grad_(case != "unfrozen")
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
     with (
         refused(StepError, "the model's trainable parameters or buffers are others", names),

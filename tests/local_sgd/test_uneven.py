@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from members import NESTEROV, Member, in_each_member, once
 from processes import in_each_process
-from thinwire import Warmup
+from thinwire import Streaming, Warmup
 from thinwire.algorithms import PowerSGD
 from thinwire.local_sgd import LocalSGD
 from training import agreed, batch_of, flat, new_model, new_optimizer, train, train_step
@@ -56,9 +58,10 @@ def _by_itself(num_batches: tuple[int, ...], by_contributors: bool) -> Tensor:
 @pytest.mark.parametrize("subgroups", [False, True])
 @in_each_member(4)
 def test_with_all_that_there_is(member: Member, subgroups: bool) -> None:
-    """Compression, an outer optimizer, a warm-up, subgroups."""
-    subgroup = member.pair if subgroups else None
-    with member.local(warmup=Warmup(1), algorithm=PowerSGD(), outer=NESTEROV, subgroup=subgroup) as local:
+    """Compression, an outer optimizer, a warm-up; subgroups, or fragments and a delay."""
+    own: dict[str, Any] = {"streaming": Streaming(fragments=2, delay_steps=1), "every_steps": 4}
+    own = {"subgroup": member.pair} if subgroups else own
+    with member.local(warmup=Warmup(1), algorithm=PowerSGD(), outer=NESTEROV, **own) as local:
         member.train_unevenly(local, [6, 1, 4, 3])
     assert member.agreed()
     assert local.stats().steps == 6
