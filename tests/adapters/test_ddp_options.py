@@ -171,7 +171,7 @@ def test_a_layer_is_frozen_after_the_model_was_wrapped(option: str) -> None:
     for layer in range(3):
         torch.manual_seed(0)
         layers = OfTypes(nn.Linear(24, 24), nn.Linear(24, 24).double(), nn.Linear(24, 24).half())
-        model = DistributedDataParallel(layers, **{option: True})
+        model = small(layers, **{option: True})
         layers[layer].requires_grad_(False)
         sync = thinwire.attach(model, POWER)
         for step in range(3):

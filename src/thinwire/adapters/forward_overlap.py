@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.common import contributor_scales, new_engine, tell_start
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
-from thinwire.adapters.ddp_model import guard, names_of, unaveraged
+from thinwire.adapters.ddp_model import guard, names_in, unaveraged
 from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all
 from thinwire.algorithms import Algorithm, Bucket, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
@@ -113,7 +113,7 @@ def overlap_forward(
     check_algorithm(algorithm)
     _check(model, ddp_model, clip_norm)
     _check_optimizers(ddp_model, optimizers)
-    names = names_of(ddp_model.module, ddp_model.parameters_to_ignore)
+    names = names_in(ddp_model)
     specs = [ParameterSpec.of(name, tensor) for tensor, name in names.items() if tensor.requires_grad]
     engine = new_engine(algorithm, transport, specs, Settings(), False)
     deferred = [DeferredOptimizer(optimizer, poison=poison) for optimizer in optimizers]

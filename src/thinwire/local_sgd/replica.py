@@ -51,7 +51,7 @@ class Replica:
         """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
         shard, shards = self.inside.rank, self.inside.size
         return {
-            name: self.pieces[name].cut(shard, shards)(tensor).clone() if name in self.pieces else tensor
+            name: self.pieces[name].cut(tensor, shard, shards).clone() if name in self.pieces else tensor
             for name, tensor in whole.items()
         }
 
@@ -60,7 +60,7 @@ class Replica:
         whole = torch.empty(self.shape_of(name, held), dtype=held.dtype)
         parts = [whole]
         if piece is not None and piece.dim is not None:
-            parts = [piece.cut(shard, shards.size)(whole) for shard in range(shards.size)]
+            parts = [piece.cut(whole, shard, shards.size) for shard in range(shards.size)]
         # The first shard is the longest; the last ones may be empty, and take part.
         padded = held.new_zeros(parts[0].numel(), device=shards.control_device)
         padded[: held.numel()] = held.reshape(-1)

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import ATTACHED, DDPAdapter, Switch, switched
-from thinwire.adapters.ddp_model import DetachedAdapter, check_options, names_of
+from thinwire.adapters.ddp_model import DetachedAdapter, check_options
 from thinwire.errors import AttachError, StepError
 from thinwire.local_sgd.schedule import Level
 from thinwire.sync import Engine
@@ -120,9 +120,8 @@ def driven_gradients(
     model: DistributedDataParallel, engines: Mapping[Level, Engine], current: Callable[[], Level | None]
 ) -> Iterator[None]:
     """Average the model's gradients over whom the schedule says; after the context over the group again."""
-    names = names_of(model.module, model.parameters_to_ignore)
     adapters: dict[Level | None, DDPAdapter] = {
-        level: DDPAdapter(engine, names, model) for level, engine in engines.items()
+        level: DDPAdapter(engine, model) for level, engine in engines.items()
     }
     switch = switched(model, lambda: adapters.get(current()), taken_by="LocalSGD")
     try:
