@@ -283,13 +283,17 @@ def test_calls_that_have_nothing_to_step() -> None:
 
 
 @in_each_process(2)
-def test_dry_steps_end_inside() -> None:
+def test_dry_steps_end_inside_and_states_are_of_whole_steps() -> None:
     model, optimizer, sync = overlapped()
     one_step(model, optimizer)
+    state = sync.state_dict()
     with sync.dry():
         one_step(model, optimizer, 1)
     assert sync.steps == 1
     assert are_alike([flat(model)])
+    one_step(model, optimizer, 1)
+    sync.load_state_dict(state)
+    assert sync.steps == 1
 
 
 @in_each_process(2)
@@ -335,16 +339,6 @@ def test_detaching_gives_the_optimizer_back() -> None:
     one_step(model, optimizer, 1)
     assert not torch.equal(flat(model), after)
     assert are_alike([flat(model)])
-    assert sync.steps == 1
-
-
-@in_each_process(2)
-def test_state_is_saved_between_steps() -> None:
-    model, optimizer, sync = overlapped()
-    one_step(model, optimizer)
-    state = sync.state_dict()
-    one_step(model, optimizer, 1)
-    sync.load_state_dict(state)
     assert sync.steps == 1
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from processes import in_each_process
-from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Machines, ProcessGroupTransport, Recording
 from thinwire.comm.machines import machines_of
@@ -45,43 +45,6 @@ def gradients(model: nn.Module, step: int = 0) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("algorithm", [Quantize(bits=4), PowerSGD(matrix_rank=2)], ids=str)
-@in_each_process(4)
-def test_all_processes_get_what_one_for_each_machine_would(algorithm: Algorithm) -> None:
-    """Bytes of a machine of two, and of one process, and whether both got the same; with rebuilt buckets."""
-    model = ddp_model(torch.float64)
-    sync = thinwire.attach(model, algorithm, machines=PAIRS)
-    assert "over 2 machines of 2 processes" in str(sync)
-    rank = dist.get_rank()
-    inside = [dist.new_group(pair) for pair in PAIRS][rank // 2]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    # One process for each machine: both of a machine have the mean of their gradients.
-    other = ddp_model(torch.float64, process_group=across)
-    plain = thinwire.attach(other, algorithm)
-    for step in range(3):
-        mine = gradients(model, step)
-        assert are_alike([mine])
-        with other.no_sync():
-            own = gradients(other, step)
-        dist.all_reduce(own.div_(2), group=inside)
-        theirs = _averaged(other, own)
-        # Sums of more than two differ in their last bits from those of a machine's means.
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
-    alone = plain.stats().message_bytes
-    assert 0 < alone <= sync.stats().message_bytes <= 1.1 * alone
-
-
-def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
-    """What a model's hook makes of given gradients."""
-    parameters = list(model.parameters())
-    model.zero_grad()
-    parts = gradient.split_with_sizes([parameter.numel() for parameter in parameters])
-    model(torch.zeros(1, 64, dtype=gradient.dtype))  # prepares the pass
-    products = [(p * part.view_as(p)).sum() for p, part in zip(parameters, parts, strict=True)]
-    torch.autograd.backward(torch.stack(products).sum())
-    return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-
-
 @in_each_process(4)
 def test_states_of_torchs_hooks_take_it_as_a_setting() -> None:
     bf16 = hooks.MachinesState(machines=PAIRS)
@@ -106,9 +69,8 @@ def test_states_of_torchs_hooks_take_it_as_a_setting() -> None:
         hooks.quantization_pertensor_hook(bf16, None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("algorithm", "fragments"), [(Quantize(bits=4), 2), (TopK(chunk=512), 1)], ids=str)
 @in_each_process(4)
-def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fragments: int) -> None:
+def test_a_subgroup_sends_the_change_of_its_models_once() -> None:
     """Two machines of two processes, and two of one: whether models are equal, and bytes."""
     rank = dist.get_rank()
     subgroup = [dist.new_group(pair) for pair in PAIRS][rank // 2]
@@ -118,10 +80,8 @@ def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fr
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        streaming = thinwire.Streaming(fragments=fragments, delay_steps=fragments - 1)
-        with thinwire.DiLoCo(
-            model, optimizer, every_steps=3, algorithm=algorithm, streaming=streaming, **groups
-        ) as local:
+        streaming = thinwire.Streaming(fragments=2, delay_steps=1)
+        with thinwire.DiLoCo(model, optimizer, every_steps=3, streaming=streaming, **groups) as local:
             for step in range(7):
                 gradients(model, step)
                 optimizer.step()

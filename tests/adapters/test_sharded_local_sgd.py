@@ -27,10 +27,11 @@ from adapters.test_sharded import (
     replicated,
     runs_on_cpus,
     sharded,
+    step_of,
     tokens_of,
 )
 from processes import in_each_process
-from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, Warmup, attach
+from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, attach
 from thinwire.algorithms import Algorithm
 from thinwire.comm import InProcessTransport, Metered, ProcessGroupTransport, run_members
 from thinwire.local_sgd import sharded_replica
@@ -46,16 +47,6 @@ def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-
-def step_of(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Two micro-steps, clipped."""
-    for micro in range(2):
-        model.set_requires_gradient_sync(micro == 1)
-        torch.autograd.backward(model(tokens_of(10 * step + micro)) / 2)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def unsharded(steps: range, **settings: Any) -> list[dict[str, Any]]:
@@ -99,14 +90,12 @@ def distance(one: Any, other: Any) -> float:
 
 NO_BUFFERS = Streaming(average_buffers=False)
 KINDS: dict[str, dict[str, Any]] = {
-    "local SGD": {},
     "DiLoCo": {"outer": nesterov},
     "streaming": {
         "outer": nesterov,
         "streaming": replace(NO_BUFFERS, fragments=2, delay_steps=1),
         "every_steps": 3,
     },
-    "warm-up": {"warmup": Warmup(3)},
 }
 
 
