@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +24,7 @@ from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.adapters import ddp, ddp_model
 from thinwire.sync import engine_of
-from training import are_alike, raised_by, refused
+from training import are_alike, batch_of, raised_by, refused
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
@@ -63,18 +62,14 @@ class OneOfTwo(TwoOutputs):
         return out
 
 
-def inputs_of(step: int) -> Tensor:
-    return torch.randn(16, 24, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-
-
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    outputs = model(inputs_of(step))
+    outputs = model(batch_of(step))
     both = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.stack([each.square().mean().float() for each in both]).sum()
 
 
 def train(model: nn.Module, steps: range) -> list[Tensor]:
-    """Learning rate one; the parameters at the end."""
+    """Train, and return the parameters at the end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in steps:
         optimizer.zero_grad()
@@ -252,7 +247,7 @@ def test_two_backward_passes_of_one_step() -> None:
         total = torch.zeros(48, 24)
         for step in range(2):
             model.zero_grad()
-            for output in reversed(model(inputs_of(step))):
+            for output in reversed(model(batch_of(step))):
                 torch.autograd.backward(output.square().mean())
             total += model.module.first.weight.grad
         totals.append(total)
@@ -301,7 +296,7 @@ def test_a_copy_refuses_to_train_until_it_is_attached(way: str) -> None:
     train(model, range(2))
     follower = AveragedModel(model)
     follower.update_parameters(model)
-    assert torch.equal(follower(inputs_of(0)), model(inputs_of(0)))
+    assert torch.equal(follower(batch_of(0)), model(batch_of(0)))
     with pytest.raises(thinwire.AttachError, match="copied_model"):
         train(copy.deepcopy(copy.deepcopy(model)), range(1))
     attached = copy.deepcopy(model)
@@ -319,7 +314,7 @@ def test_a_copy_is_refused_from_registering_on_and_says_what_to_do() -> None:
     thinwire.attach(model, POWER)
     ddp_model.register(hooked, None, hooks.fp16_compress_hook)
     evaluated = copy.deepcopy(model)
-    evaluated(inputs_of(0))
+    evaluated(batch_of(0))
     for copied in (copy.deepcopy(model), copy.deepcopy(hooked)):
         with pytest.raises(thinwire.AttachError, match="would train uncompressed; copy the original"):
             train(copied, range(1))
@@ -470,7 +465,7 @@ def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: str
         sync = thinwire.attach(model, POWER)
         train(model, range(steps))
         make(model)
-        inputs = inputs_of(0).to(next(model.parameters()).dtype)
+        inputs = batch_of(0).to(next(model.parameters()).dtype)
         # To evaluate it is no harm.
         with torch.no_grad():
             model(inputs)
@@ -493,7 +488,7 @@ def test_what_trains_nothing_more_is_no_change() -> None:
     # As sharpness-aware training without a copy: in the place of each weight stands one that it moved to.
     for step in range(2):
         moved = {name: parameter + 0.01 for name, parameter in model.named_parameters()}
-        outputs = torch.func.functional_call(model, moved, (inputs_of(step),))
+        outputs = torch.func.functional_call(model, moved, (batch_of(step),))
         model.zero_grad()
         outputs.square().mean().backward()
         assert are_alike(parameter.grad for parameter in model.parameters() if parameter.grad is not None)

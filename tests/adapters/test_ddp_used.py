@@ -142,19 +142,16 @@ def test_every_order_of_passes_applies_what_ddp_would(loop: Loop) -> None:
     check_owed(FEW_BITS, loop)
 
 
-@pytest.mark.parametrize("loop", [one_head_in_turn, toggled_heads])
 @in_each_process(2)
-def test_it_holds_in_the_step_after_a_warm_up(loop: Loop) -> None:
-    check_owed(PowerSGD(matrix_rank=1, warmup_steps=3), loop, min_ratio=1.2)
+def test_it_holds_in_the_step_after_a_warm_up() -> None:
+    check_owed(PowerSGD(matrix_rank=1, warmup_steps=2), one_head_in_turn, min_ratio=1.2)
 
 
-@pytest.mark.parametrize("loop", [two_averaged_passes, one_head_in_turn])
 @in_each_process(2)
-def test_it_holds_where_parameters_are_mixed_and_losses_scaled(loop: Loop) -> None:
-    check_owed(BatchedPowerSGD(matrix_rank=2), loop, scale=2.0**12)
+def test_it_holds_where_parameters_are_mixed_and_losses_scaled() -> None:
+    check_owed(BatchedPowerSGD(matrix_rank=2), one_head_in_turn, scale=2.0**12)
 
 
-@pytest.mark.parametrize("loop", [two_passes_in_unlike_orders, one_head_in_turn])
 @in_each_process(4)
-def test_it_holds_on_machines_of_several_processes(loop: Loop) -> None:
-    check_owed(LOW_RANK, loop, machines=[[0, 1], [2, 3]])
+def test_it_holds_on_machines_of_several_processes() -> None:
+    check_owed(LOW_RANK, one_head_in_turn, machines=[[0, 1], [2, 3]])

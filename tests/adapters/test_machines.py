@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from processes import in_each_process
@@ -23,26 +22,9 @@ from thinwire.comm import Machines, ProcessGroupTransport, Recording
 from thinwire.comm.machines import machines_of
 from thinwire.errors import AgreementError, ConfigError, ThinwireError
 from thinwire.sync.handle import engine_of
-from training import are_alike
+from training import agreed, are_alike, ddp_of, flat, gradient_of, new_model
 
 PAIRS = [[0, 1], [2, 3]]
-
-
-def ddp_model(dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48), nn.Tanh(), nn.Linear(48, 7)]
-    return DistributedDataParallel(nn.Sequential(*layers).to(dtype), bucket_cap_mb=0.03, **options)
-
-
-def gradients(model: nn.Module, step: int = 0) -> torch.Tensor:
-    """Those of a pass over inputs of this process's own."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    model.zero_grad()
-    dtype = next(model.parameters()).dtype
-    model(torch.randn(8, 64, generator=generator, dtype=dtype)).square().mean().backward()
-    return torch.cat(
-        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    )
 
 
 @in_each_process(4)
@@ -54,13 +36,13 @@ def test_states_of_torchs_hooks_take_it_as_a_setting() -> None:
         (hooks.powerSGD_hook, low_rank, PowerSGD(matrix_rank=1)),
     ]
     for hook, state, algorithm in cases:
-        model, other = ddp_model(), ddp_model()
+        model, other = ddp_of(), ddp_of()
         model.register_comm_hook(state, hook)
         sync = thinwire.attach(other, algorithm, machines=PAIRS)
         for step in range(3):
-            mine = gradients(model, step)
+            mine = gradient_of(model, step)
             assert are_alike([mine])
-            assert torch.equal(mine, gradients(other, step))
+            assert torch.equal(mine, gradient_of(other, step))
         assert "over 2 machines of 2 processes" in str(state.sync)
         assert 0 < state.sync.stats().message_bytes == sync.stats().message_bytes
     with pytest.raises(ConfigError, match="make one for each hook"):
@@ -78,15 +60,14 @@ def test_a_subgroup_sends_the_change_of_its_models_once() -> None:
     found = []
     for groups in ({"subgroup": subgroup}, {"replicas": across}):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48))
+        model = nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 96))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         streaming = thinwire.Streaming(fragments=2, delay_steps=1)
         with thinwire.DiLoCo(model, optimizer, every_steps=3, streaming=streaming, **groups) as local:
             for step in range(7):
-                gradients(model, step)
+                gradient_of(model, step)
                 optimizer.step()
-        parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        assert are_alike([parameters]) or "replicas" in groups
+        assert agreed(model) or "replicas" in groups
         found.append(local.stats())
     several, alone = found
     assert 0 < alone.message_bytes <= several.message_bytes <= 1.1 * alone.message_bytes
@@ -97,14 +78,14 @@ def test_a_subgroup_sends_the_change_of_its_models_once() -> None:
 def test_uneven_inputs_are_divided_by_those_that_have_some() -> None:
     found = []
     for machines in (False, PAIRS):
-        model = ddp_model(torch.float64)
+        model = ddp_of(new_model(dtype=torch.float64))
         thinwire.attach(model, AllReduce(), machines=machines)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with thinwire.join(model, divide_by_initial_world_size=False):
             for step in range(1 + dist.get_rank()):
-                gradients(model, step)
+                gradient_of(model, step)
                 optimizer.step()
-        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        found.append(flat(model))
     assert are_alike([found[1]])
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
 
@@ -134,7 +115,7 @@ def test_the_launcher_tells_who_shares_a_machine() -> None:
     device, timeout = torch.device("cpu"), timedelta(seconds=77)
     group = dist.new_group(list(range(4)), timeout)
     with patch.dict(os.environ, LAUNCHED, GROUP_RANK=str(dist.get_rank() // 2)):
-        sync = thinwire.attach(ddp_model(process_group=group), Quantize(bits=4))
+        sync = thinwire.attach(ddp_of(process_group=group), Quantize(bits=4))
         groups, _ = machines_of(ProcessGroupTransport(group, device))
     # A process that stalls is given as long as in the model's own group.
     assert isinstance(groups, Machines)
@@ -245,7 +226,7 @@ def test_nothing_is_sent_where_there_is_nothing_to_find() -> None:
 @in_each_process(4)
 def test_unequal_machines_are_said_and_each_process_sends_by_itself() -> None:
     with patch("thinwire.comm.machines.logger.warning") as warning:
-        sync = thinwire.attach(ddp_model(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
+        sync = thinwire.attach(ddp_of(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
     told = (
         "machines have 3, 1 processes of the group, so each process sends by itself; with as "
         "many on each, what a machine has in common would be sent once"
@@ -265,7 +246,7 @@ def test_what_can_not_be_is_refused_in_a_sentence() -> None:
         (init_device_mesh("cpu", (4,)), ConfigError, "a mesh of two dimensions"),
         (unlike, AgreementError, r"process 0 has machines \[\[0, 2\], \[1, 3\]\], processes 1, 2, 3 have"),
     ]
-    model = ddp_model()
+    model = ddp_of()
     for machines, kind, words in cases:
         with pytest.raises(kind, match=words):
             thinwire.attach(model, Quantize(bits=4), machines=machines)
@@ -283,11 +264,11 @@ def test_variables_that_lie_are_refused_on_all(case: str) -> None:
         variables["GROUP_RANK"] = "0"
     if case == "some differ" and rank == 1:
         variables["LOCAL_WORLD_SIZE"] = "3"
-    model = ddp_model()
+    model = ddp_of()
     with patch.dict(os.environ, variables), patch("socket.gethostname", lambda: host):
         if case == "one is late":
             # The others attach, while one trains a model that it has attached by itself.
-            engine = engine_of(thinwire.attach(ddp_model(), Quantize(bits=4), machines=False))
+            engine = engine_of(thinwire.attach(ddp_of(), Quantize(bits=4), machines=False))
             attach = partial(thinwire.attach, model, Quantize(bits=4))
             with pytest.raises(AgreementError, match="under way"):
                 engine.agree(torch.device("cpu")) if rank == 3 else attach()
@@ -298,10 +279,10 @@ def test_variables_that_lie_are_refused_on_all(case: str) -> None:
 
 @in_each_process(4)
 def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal() -> None:
-    model = ddp_model(find_unused_parameters=True)
+    model = ddp_of(find_unused_parameters=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "place"))
     sync = thinwire.attach(model, PowerSGD(matrix_rank=2), machines=mesh)
-    assert are_alike(gradients(model, step) for step in range(3))
+    assert are_alike(gradient_of(model, step) for step in range(3))
     state = sync.state_dict()
     assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}
     assert "2 machines of 2 processes" in str(sync)
@@ -314,11 +295,11 @@ def handles() -> tuple[int, int]:
 
 @in_each_process(4)
 def test_who_attaches_again_and_again_opens_nothing_more() -> None:
-    model, layer, held = ddp_model(), nn.Linear(3, 2), []
+    model, layer, held = ddp_of(), nn.Linear(3, 2), []
     pair = dist.new_subgroups(2)[0]  # type: ignore[no-untyped-call]
-    for step in range(8):
+    for step in range(5):
         sync = thinwire.attach(model, Quantize(bits=4), machines=PAIRS)
-        assert are_alike([gradients(model, step)])
+        assert are_alike([gradient_of(model, step)])
         assert sync.stats().compression_ratio > 2
         assert sync.state_dict()
         sync.detach()

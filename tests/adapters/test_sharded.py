@@ -477,6 +477,46 @@ def test_a_last_message_that_fails_leaves_memory_as_it_was() -> None:
     assert all(torch.equal(engine.state.memory[ERROR][name], error) for name, error in before.items())
 
 
+class InAnyOrder(nn.Module):
+    """Layers that each replica goes through in an order of its own."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(24, 24, bias=False) for _ in order)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = self.layers[number](x).tanh()
+        return x.square().mean()
+
+
+@in_each_process(4)
+def test_replicas_that_see_gradients_in_unlike_orders_send_them_in_one() -> None:
+    model = InAnyOrder([(0, 1, 2), (2, 0, 1)][dist.get_rank() // 2])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh_of()["shard"])
+    fully_shard(model, mesh=mesh_of()["shard"])
+    sync, early = attach(model, PowerSGD(matrix_rank=1), replicas=mesh_of()), list[int]()
+    for step in range(4):
+        if step == 3:  # buckets are opened again, in the order that was seen
+            sync.use(PowerSGD(matrix_rank=2))
+        before = sync.stats().messages
+        draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        inputs: Any = torch.randn(8, 24, generator=draws).requires_grad_()
+        inputs.register_hook(lambda _, before=before: early.append(sync.stats().messages - before))
+        model.zero_grad()
+        torch.autograd.backward(model(inputs))
+        assert are_alike(whole(p.grad) for p in model.parameters() if p.grad is not None)
+    assert sync.stats().compression_ratio > 1.5
+    orders: list[Any] = [None] * 4
+    dist.all_gather_object(orders, [plan.labels for plan in engine_of(sync).buckets.plans])
+    assert orders == [[("layers.2.weight",), ("layers.1.weight",), ("layers.0.weight",)]] * 4
+    # The first step sees the order; later ones send what is complete before the pass ends.
+    assert dist.get_rank() > 1 or (early[0] == 0 and min(early[1:3]) > 0), early
+
+
 class Branches(nn.Module):
     """Layers, of which each pass uses one."""
 
