@@ -16,7 +16,6 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import Shadow, averaging_model, tell_start
 from thinwire.adapters.ddp import DDPAdapter, switched
-from thinwire.adapters.ddp_model import names_of
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
@@ -171,10 +170,10 @@ class LocalSGD(ModelAverager, Joinable):
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
             else:
-                ddp, names = model.ddp, names_of(model.module, model.ddp.parameters_to_ignore)
-                adapters = {"group": DDPAdapter(engines.gradients, names, ddp)}
+                ddp = model.ddp
+                adapters = {"group": DDPAdapter(engines.gradients, ddp)}
                 if engines.subgroup is not None:
-                    adapters["subgroup"] = DDPAdapter(engines.subgroup, names, ddp)
+                    adapters["subgroup"] = DDPAdapter(engines.subgroup, ddp)
                 switch = switched(
                     ddp, lambda: adapters.get(self._schedule.gradients_in(self.steps)), taken_by="LocalSGD"
                 )
