@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,8 +51,17 @@ from thinwire.tensors.coded import CODEBOOKS
 from thinwire.tensors.entries import Chunks, EntryLayout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
-on_both = pytest.mark.parametrize("device", DEVICES)
+
+
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+
+
+def on_both(names: str, *cases: object) -> pytest.MarkDecorator:
+    """Try all cases on a GPU, and the last one on the CPU, so that the test itself is tried everywhere."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    on_gpu = [pytest.param(*row, "cuda", marks=needs_gpu) for row in rows]
+    return pytest.mark.parametrize(f"{names}, device", [*on_gpu, (*rows[-1], "cpu")], ids=str)
+
 
 STEPS = 5
 
@@ -79,6 +89,18 @@ def loss_of(model: nn.Module, step: int, device: str, dtype: torch.dtype = torch
     return loss
 
 
+def beside_the_cpu(
+    train: Callable[[str], tuple[Iterable[Tensor], float]], device: str
+) -> tuple[float, float, list[Tensor]]:
+    """Train on a device and on the CPU; how far apart they end, the compression ratio, the parameters."""
+    exact_products()
+    trained, ratios = {}, {}
+    for place in {"cpu", device}:  # one, where there is no other
+        parameters, ratios[place] = train(place)
+        trained[place] = [parameter.detach().cpu() for parameter in parameters]
+    return gap(trained[device], trained["cpu"]), ratios[device], trained[device]
+
+
 def gap(one: list[Tensor], other: list[Tensor]) -> float:
     flat = [torch.cat([each.detach().cpu().double().view(-1) for each in side]) for side in (one, other)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
@@ -96,9 +118,7 @@ ALGORITHMS: list[Algorithm] = [
 ]
 
 
-@on_both
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_both("algorithm, dtype", *product(ALGORITHMS, [torch.bfloat16, torch.float32]))
 def test_attached_models_train_as_on_the_cpu(
     spawn: Spawn, algorithm: Algorithm, dtype: torch.dtype, device: str
 ) -> None:
@@ -111,9 +131,7 @@ def test_attached_models_train_as_on_the_cpu(
 
 
 def _attached(algorithm: Algorithm, dtype: torch.dtype, device: str) -> tuple[float, float, list[Tensor]]:
-    exact_products()
-    trained = {}
-    for place in {"cpu", device}:  # one, where there is no other
+    def train(place: str) -> tuple[Iterable[Tensor], float]:
         model = DistributedDataParallel(new_module(dtype).to(place), bucket_cap_mb=0.02)
         sync = thinwire.attach(model, algorithm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -121,12 +139,12 @@ def _attached(algorithm: Algorithm, dtype: torch.dtype, device: str) -> tuple[fl
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(model, step, place, dtype))
             optimizer.step()
-        trained[place] = [p.detach().cpu() for p in model.parameters()]
-    return gap(trained[device], trained["cpu"]), sync.stats().compression_ratio, trained[device]
+        return model.parameters(), sync.stats().compression_ratio
+
+    return beside_the_cpu(train, device)
 
 
-@on_both
-@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(matrix_rank=2)], ids=str)
+@on_both("algorithm", AllReduce(), PowerSGD(matrix_rank=2))
 def test_sharded_models_overlap_to_the_same_result(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
     for difference, ratio, steps in spawn(2, _sharded, algorithm, device):
         assert difference < 1e-6
@@ -158,10 +176,9 @@ def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float, int]:
     return gap(*trained), sync.stats().compression_ratio, sync.steps
 
 
-@on_both
-@pytest.mark.parametrize(
+@on_both(
     "name",
-    ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"],
+    *("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "batched_powerSGD_hook", "powerSGD_hook"),
 )
 def test_every_hook(spawn: Spawn, name: str, device: str) -> None:
     for gradients, plain in spawn(2, _hooked, name, device):
@@ -184,7 +201,7 @@ def _hooked(name: str, device: str) -> tuple[list[Tensor], list[Tensor]]:
     return ours, plain
 
 
-@on_both
+@on_each_device
 def test_an_overflow_under_a_grad_scaler(spawn: Spawn, device: str) -> None:
     for steps, skipped, finite, scale in spawn(2, _overflow, device):
         assert (steps, skipped) == (STEPS, 1)
@@ -209,8 +226,7 @@ def _overflow(device: str) -> tuple[int, int, bool, float]:
     return sync.stats().steps, sync.stats().nonfinite_steps, finite, scaler.get_scale()
 
 
-@on_both
-@pytest.mark.parametrize("kind", ["optimizer_step", "LocalSGD"])
+@on_both("kind", "optimizer_step", "LocalSGD")
 def test_without_ddp(spawn: Spawn, kind: str, device: str) -> None:
     for difference, ratio, parameters in (results := spawn(2, _without_ddp, kind, device)):
         assert difference < 1e-3
@@ -219,14 +235,12 @@ def test_without_ddp(spawn: Spawn, kind: str, device: str) -> None:
 
 
 def _without_ddp(kind: str, device: str) -> tuple[float, float, list[Tensor]]:
-    exact_products()
-    trained, ratio = {}, 0.0
-    for place in ("cpu", device):
+    def train(place: str) -> tuple[Iterable[Tensor], float]:
         model = new_module().to(place)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        ratio = TRAINING[kind](model, optimizer, place)
-        trained[place] = [p.detach().cpu() for p in model.parameters()]
-    return gap(trained[device], trained["cpu"]), ratio, trained[device]
+        ratio = TRAINING[kind](model, torch.optim.SGD(model.parameters(), lr=0.05), place)
+        return model.parameters(), ratio
+
+    return beside_the_cpu(train, device)
 
 
 def _with_optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> float:
@@ -252,7 +266,7 @@ TRAINING: dict[str, Callable[..., float]] = {
 }
 
 
-@on_both
+@on_each_device
 def test_state_moves_between_devices(spawn: Spawn, device: str) -> None:
     for difference in spawn(2, _moved, device):
         assert difference < 1e-3

@@ -5,6 +5,7 @@ Gloo carries their tensors, since NCCL refuses two processes on one GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,11 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from gpu.test_gpu import exact_products, gap, on_both
+from gpu.test_gpu import beside_the_cpu, on_both
 from processes import Spawn
 from thinwire import AllReduce, DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm
-from training import are_alike
 
 PROCESSES, STEPS = 4, 8
 ALGORITHMS: list[Algorithm] = [
@@ -30,7 +30,6 @@ ALGORITHMS: list[Algorithm] = [
     PowerSGD(matrix_rank=2),
     TopK(chunk=512),
 ]
-with_each = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 
 
 def new_model(device: str) -> nn.Sequential:
@@ -48,41 +47,36 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> No
         optimizer.step()
 
 
-@on_both
-@with_each
+@on_both("algorithm", *ALGORITHMS)
 def test_machines_of_two_processes(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
     results = spawn(4, _on_machines, algorithm, device)
     assert len(results) == PROCESSES
-    for difference, ratio, alike in results:
+    for difference, ratio, parameters in results:
         assert difference < 1e-3
-        assert alike
+        assert all(map(torch.equal, parameters, results[0][2]))
         assert isinstance(algorithm, AllReduce) or ratio > 1.5
 
 
-def _on_machines(algorithm: Algorithm, device: str) -> tuple[float, float, bool]:
-    exact_products()
-    trained = {}
-    for place in {"cpu", device}:
+def _on_machines(algorithm: Algorithm, device: str) -> tuple[float, float, list[Tensor]]:
+    def trained(place: str) -> tuple[Iterable[Tensor], float]:
         model = DistributedDataParallel(new_model(place), bucket_cap_mb=0.02)
         sync = thinwire.attach(model, algorithm, machines=[[0, 1], [2, 3]])
         train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), place)
-        trained[place] = [parameter.detach().cpu() for parameter in model.parameters()]
-    return gap(trained[device], trained["cpu"]), sync.stats().compression_ratio, are_alike(trained[device])
+        return model.parameters(), sync.stats().compression_ratio
+
+    return beside_the_cpu(trained, device)
 
 
-@on_both
-@pytest.mark.parametrize("kind", ["DiLoCo in fragments", "LocalSGD with TopK"])
+@on_both("kind", "DiLoCo in fragments", "LocalSGD with TopK")
 def test_averaged_models(spawn: Spawn, kind: str, device: str) -> None:
-    for difference, ratio, alike in spawn(4, _averaged, kind, device):
+    for difference, ratio, parameters in (results := spawn(4, _averaged, kind, device)):
         assert difference < 1e-3
-        assert alike
+        assert all(map(torch.equal, parameters, results[0][2]))
         assert ratio > 8
 
 
-def _averaged(kind: str, device: str) -> tuple[float, float, bool]:
-    exact_products()
-    trained = {}
-    for place in {"cpu", device}:
+def _averaged(kind: str, device: str) -> tuple[float, float, list[Tensor]]:
+    def trained(place: str) -> tuple[Iterable[Tensor], float]:
         model = new_model(place)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if kind.startswith("DiLoCo"):
@@ -94,23 +88,22 @@ def _averaged(kind: str, device: str) -> tuple[float, float, bool]:
             local = LocalSGD(model, optimizer, every_steps=2, algorithm=TopK(chunk=512))
         with local:
             train(model, optimizer, place)
-        trained[place] = [parameter.detach().cpu() for parameter in model.parameters()]
-    return gap(trained[device], trained["cpu"]), local.stats().compression_ratio, are_alike(trained[device])
+        return model.parameters(), local.stats().compression_ratio
+
+    return beside_the_cpu(trained, device)
 
 
-@on_both
-@pytest.mark.parametrize("algorithm", [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2)], ids=str)
+@on_both("algorithm", AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2))
 def test_replicas_of_two_shards(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
     results = spawn(4, _sharded, algorithm, device)
     if "refused" in results:
         pytest.skip("GLOO HERE DOES NOT SCATTER TENSORS OF A GPU: FSDP2's shards were not tested on one")
-    for difference, ratio in results:
+    for difference, ratio, _ in results:
         assert difference < 1e-3
         assert isinstance(algorithm, AllReduce) or ratio > 1.5
 
 
-def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float] | str:
-    exact_products()
+def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float, list[Tensor]] | str:
     if device == "cuda":
         torch.cuda.set_device(0)
         try:
@@ -118,13 +111,14 @@ def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float] | str:
             dist.reduce_scatter_tensor(torch.empty(1, device=device), whole)
         except RuntimeError:
             return "refused"
-    trained = {}
-    for place in {"cpu", device}:
+
+    def trained(place: str) -> tuple[Iterable[Tensor], float]:
         mesh = init_device_mesh(place, (2, 2), mesh_dim_names=("replicate", "shard"))
         model: Any = new_model(place)
         for module in (model[0], model[2], model):
             fully_shard(module, mesh=mesh["shard"])
         sync = thinwire.attach(model, algorithm, replicas=mesh["replicate"])
         train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), place)
-        trained[place] = [parameter.to_local().detach().cpu() for parameter in model.parameters()]
-    return gap(trained[device], trained["cpu"]), sync.stats().compression_ratio
+        return [parameter.to_local() for parameter in model.parameters()], sync.stats().compression_ratio
+
+    return beside_the_cpu(trained, device)
