@@ -46,13 +46,13 @@ def iteration(
 
 
 class Drawing:
-    """Normal numbers from one seed."""
+    """Normal numbers from one seed, the same on all devices."""
 
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
+    def __init__(self, device: str = "cpu") -> None:
+        self._device, self._generator = device, torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator)
+        return torch.randn(shape, generator=self._generator).to(self._device)
 
 
 def assert_near(found: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-5) -> None:
@@ -71,6 +71,7 @@ def check_a_step(
     projects_first: bool = False,
     basis_is_left: bool = True,
     distance: int = 0,
+    device: str = "cpu",
 ) -> None:
     """Compare with float64: products, projections, and what becomes of gradients and residuals.
 
@@ -85,10 +86,12 @@ def check_a_step(
         projects_first: Which is computed first, and so adds the residuals.
         basis_is_left: Whether the means are of projections, and not of products.
         distance: Elements between two matrices.
+        device: Where all of it is.
     """
-    draw, wide = Drawing(), torch.promote_types(dtype, torch.float32)
-    loss_scale, factor = (None, 1.0) if scale is None else (torch.tensor(scale), scale)
-    flag, groups, wholes = None if healthy is None else torch.tensor(healthy), list[MatrixGroup](), []
+    draw, wide = Drawing(device), torch.promote_types(dtype, torch.float32)
+    loss_scale, factor = (None, 1.0) if scale is None else (torch.tensor(scale, device=device), scale)
+    flag = None if healthy is None else torch.tensor(healthy, device=device)
+    groups, wholes = list[MatrixGroup](), list[torch.Tensor]()
     for rows, columns in shapes:
         flat, errors = draw(2, rows * columns + distance).to(dtype), [*draw(2, rows, columns).to(wide)]
         matrices = [part[: rows * columns].view(rows, columns) for part in flat]
@@ -115,7 +118,7 @@ def check_a_step(
     bases, sent = (lefts, owns) if basis_is_left else (rights, found)
     means = [draw(*own.shape).to(wide) / 4 for own in sent]
     terms = [[iteration(*each, basis_is_left=basis_is_left)] for each in zip(bases, sent, means, strict=True)]
-    errors_of = [[*torch.zeros(whole.shape, dtype=wide)] for whole in wholes]
+    errors_of = [[*torch.zeros(whole.shape, dtype=wide, device=device)] for whole in wholes]
     kernels.reconstruct(wanted(groups, errors_of, terms, loss_scale, flag))
     for group, whole, written, (term,) in zip(groups, wholes, errors_of, terms, strict=True):
         ours, mean = (left.double().mT @ right.double() for left, right in (term.sent, term.mean))

@@ -180,10 +180,14 @@ HOST_TIMES: list[tuple[Algorithm, bool, float]] = [
 
 @pytest.mark.parametrize(("algorithm", "is_scaled", "limit"), HOST_TIMES, ids=str)
 def test_the_hosts_time(algorithm: Algorithm, is_scaled: bool, limit: float) -> None:
-    """The least of three tries: others may use the machine meanwhile."""
+    """In one of three tries: others may use the machine meanwhile."""
     scale = loss_scale_of(GradScaler("cpu") if is_scaled else None)
-    found = [host_time(algorithm, loss_scale=scale) for _ in range(3)]
-    assert min(each.units for each in found) <= limit, list(map(str, found))
+    found = []
+    for _ in range(3):
+        found.append(host_time(algorithm, loss_scale=scale))
+        if found[-1].units <= limit:
+            return
+    pytest.fail(", ".join(map(str, found)))
 
 
 class Ordered(Counting):  # type: ignore[no-untyped-call]

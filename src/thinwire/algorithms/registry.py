@@ -65,12 +65,7 @@ class Registered:
         return (*(variant for variant in self.variants if variant.is_priced), *self.priced_too)
 
     def made(self, **offered: object) -> Algorithm:
-        """Make it, with those of some settings that it has.
-
-        Examples:
-            >>> [str(each.made(matrix_rank=3)) for each in REGISTRY if each.name in ("exact", "powersgd")]
-            ['AllReduce()', 'PowerSGD(matrix_rank=3)']
-        """
+        """Make it, with those of some settings that it has."""
         names = vars(self.make())
         return self.make(**{name: value for name, value in offered.items() if name in names})
 

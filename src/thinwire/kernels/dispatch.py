@@ -70,7 +70,8 @@ def _numba_serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | N
 
 
 def _load_triton() -> Tables | None:
-    if not triton_limits.can_be_used():
+    if why_not := triton_limits.why_unusable():
+        triton_limits.warn_fallback(why_not)
         return None
     return cast("Tables", import_module("thinwire.kernels.triton.triton_kernels").TABLES)
 

@@ -86,7 +86,11 @@ def code_kernels(
     def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
         coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
         rest = remainder(values, sent, blocks, codebook)
-        _add_lost(rest, blocks, lost, own)
+        # Times the members: of the mean over them, what one alone keeps counts by that much less. All
+        # parameters at once: on an accelerator each by itself would be a launch.
+        flat_lost, pieces = (blocks.num_members * lost).view(-1), list(blocks.pieces(own))
+        if pieces:
+            torch._foreach_add_([rest[here] for here, _ in pieces], [flat_lost[there] for _, there in pieces])
         # The mean may overwrite the numbers: no one reads them any more.
         decode(coded, blocks, codebook, values)
         if values is not flat:
@@ -94,15 +98,6 @@ def code_kernels(
         return rest if loss_scale is None else rest.div_(loss_scale)
 
     return CodeKernels(encoded, averaged, decode_rounded, decode_and_keep)
-
-
-def _add_lost(rest: torch.Tensor, blocks: Blocks, lost: torch.Tensor, own: slice) -> None:
-    # Times the members: of the mean over them, what one alone keeps counts by that much less.
-    flat = (blocks.num_members * lost).view(-1)
-    pieces = list(blocks.pieces(own))
-    # All parameters at once: on an accelerator each by itself would be a launch.
-    if pieces:
-        torch._foreach_add_([rest[here] for here, _ in pieces], [flat[there] for _, there in pieces])
 
 
 CODES = code_kernels(encoded, averaged, decode, remainder)
@@ -151,7 +146,9 @@ def _encoded(
             # Codes behind a short block stand for numbers that are not there.
             if not blocks.are_whole:
                 coded.masked_fill_(_behind(lengths[some], block), 0)
-            scale = _fitted(scale, units, coded)
+            # With this the levels of the codes come nearest to the block.
+            factors = (units * coded).sum(1) / coded.square().sum(1)
+            scale = _usable((scale.to(dtype) * factors).bfloat16())
         if draws is not None:
             positions = _drawn(_in_units(part, scale), draws.of(some), levels)
         codes[some], scales[some] = pack(positions, codebook.bits), scale
@@ -190,12 +187,6 @@ def _usable(scales: torch.Tensor) -> torch.Tensor:
 def _in_units(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     wide = scales.to(rows.dtype)
     return rows * torch.where(wide > 0, 1 / wide, 0)[:, None]
-
-
-def _fitted(scales: torch.Tensor, units: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each block with which the levels of its codes come nearest to it, in bf16."""
-    factors = (units * coded).sum(1) / coded.square().sum(1)
-    return _usable((scales.to(units.dtype) * factors).bfloat16())
 
 
 def _behind(lengths: torch.Tensor, block: int) -> torch.Tensor:

@@ -195,12 +195,7 @@ def on_the_wire(values: torch.Tensor) -> torch.Tensor:
 
 
 def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the lowest and the highest level of each row, (rows, 2); not finite if something of it is not.
-
-    Examples:
-        >>> end_levels(torch.tensor([[1.0, -1.5, 7.0, -9.0]]), bits=2).tolist()
-        [[1.25, 8.0]]
-    """
+    """Return the lowest and highest level of each row, (rows, 2); not finite if something of it is not."""
     magnitudes = rows.abs()
     peaks = magnitudes.amax(1, keepdim=True)
     if bits == 2 and rows.shape[1] > 1:

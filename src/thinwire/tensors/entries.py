@@ -48,25 +48,8 @@ class Chunks:
         return together.view(self.count, self.length)
 
 
-def kept_of(length: int, density: float) -> int:
-    """Return how many entries of a chunk are sent: at least one.
-
-    Examples:
-        >>> kept_of(4096, 1 / 64), kept_of(100, 1 / 64), kept_of(10, 1 / 64)
-        (64, 2, 1)
-    """
-    return max(1, round(density * length))
-
-
 def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tuple[Chunks, ...]:
-    """Cut each parameter into chunks, of which the last may be shorter; return them by length, in order.
-
-    Examples:
-        >>> shapes = {"weight": (10, 10), "bias": (10,)}
-        >>> specs = [ParameterSpec.of(name, torch.empty(shape)) for name, shape in shapes.items()]
-        >>> [(chunks.length, chunks.count) for chunks in chunks_of(specs, 40, 0.1)]
-        [(40, 2), (20, 1), (10, 1)]
-    """
+    """Cut each parameter into chunks, of which the last may be shorter; return them by length, in order."""
     runs: dict[int, list[ChunkRun]] = defaultdict(list)
     first = 0
     for parameter, spec in enumerate(specs):
@@ -76,7 +59,7 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
         if shorter:
             runs[shorter].append(ChunkRun(parameter, first + count * length, 1))
         first += spec.numel
-    return tuple(Chunks(size, kept_of(size, density), tuple(of_size)) for size, of_size in runs.items())
+    return tuple(Chunks(size, max(1, round(density * size)), tuple(some)) for size, some in runs.items())
 
 
 @dataclass(frozen=True)

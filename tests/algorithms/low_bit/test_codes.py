@@ -248,7 +248,7 @@ def hard_numbers(draw: st.DrawFn) -> torch.Tensor:
     return flat * repeated(st.sampled_from([-1.0, 1.0]))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     flat=hard_numbers(),
     block=st.sampled_from([16, 64, 128, 4096]),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,19 +25,13 @@ from thinwire.tensors.coded import Codebook, Coded, packed_bytes
 from thinwire.tensors.rounding import RandomBits
 
 
-class _Addresses(NamedTuple):
-    """Where the matrices and residuals of a group lie; no residuals unless each has one."""
-
-    matrices: Addresses
-    errors: Addresses | None
-
-
-def _addresses_of(group: MatrixGroup) -> _Addresses:
-    bound: _Addresses | None = group.bound.get("numba")
+def _addresses_of(group: MatrixGroup) -> tuple[Addresses, Addresses | None]:
+    """Return where the matrices and residuals of a group lie; no residuals unless each has one."""
+    bound: tuple[Addresses, Addresses | None] | None = group.bound.get("numba")
     if bound is None:
         errors = [error for error in group.errors if error is not None]
         known = addresses(errors) if len(errors) == len(group.errors) else None
-        bound = group.bound["numba"] = _Addresses(addresses(group.matrices), known)
+        bound = group.bound["numba"] = addresses(group.matrices), known
     return bound
 
 
@@ -66,7 +59,7 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
         if item.add_error:
             torch_kernels.add_errors(group, item.loss_scale)
         own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
-        low_rank_passes.all_projections(_filled(left), _addresses_of(group).matrices, own.numpy())
+        low_rank_passes.all_projections(_filled(left), _addresses_of(group)[0], own.numpy())
         owns.append(own[:, : group.matrix_rank])
     return owns
 

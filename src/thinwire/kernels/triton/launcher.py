@@ -81,12 +81,8 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
     """Return the table of a launch on a device, made when its key is seen for the first time.
 
     In most steps nothing is new: DDP's buckets and the residuals stay where they are, and the allocator gives
-    a step the memory of the one before.
-
-    Args:
-        key: Names all that the table is made of: numbers of bound groups, and every other address.
-        make: Makes its rows.
-        device: Where kernels read it.
+    a step the memory of the one before. The key names all that the table is made of: numbers of bound groups,
+    and every other address.
     """
     # One for each stream: on a different one the copy may not have arrived yet.
     key = (device, _stream(device), key)

@@ -83,22 +83,15 @@ _numbers = count()
 
 
 class _GroupTable:
-    """The addresses and sizes of a group.
-
-    Attributes:
-        number: Names it in keys of tables: no other group gets it.
-        kind: The constants compiled in: type, rows of a factor, and whether all rows are aligned. So a matrix
-            is computed alike whatever else is in its bucket.
-        addresses: Of each matrix and its residual (0 without one).
-        written: Where `reconstruct` writes the residual of each.
-        sizes: Rows, columns and matrix rank of each matrix.
-    """
+    """The addresses and sizes of a group, and where `reconstruct` writes the residual of each matrix."""
 
     def __init__(self, group: MatrixGroup, written: Sequence[torch.Tensor | None]) -> None:
         matrices, errors = group.matrices, group.errors
         touched = [tensor for tensor in (*matrices, *errors, *written) if tensor is not None]
         is_aligned = all(tensor.shape[-1] % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in touched)
+        # Names it in keys of tables: no other group gets it.
         self.number, self.has_errors = next(_numbers), any(error is not None for error in errors)
+        # What is compiled in, so that a matrix is computed alike whatever else is in its bucket.
         self.kind = matrices[0].dtype, padded(group.matrix_rank), is_aligned
         self.addresses = [*zip(map(_address, matrices), map(_address, errors), strict=True)]
         self.written = list(map(_address, written))
@@ -124,16 +117,9 @@ def _launch_over(
 ) -> None:
     """Launch a kernel over the matrices of some items, all of one kind.
 
-    Args:
-        kernel: Its name.
-        items: Their groups have the matrices.
-        bound: Of each item.
-        beside: Batches that it reads or writes: each row of its table ends with the address of its matrix's
-            part of each. Residuals that `reconstruct` writes stand in front of those.
-        outs: What it writes beside gradients.
-        arguments: Behind the table.
-        is_first: Whether the step's gradients are without their residuals.
-        constants: More of those that are compiled in.
+    Each row of its table ends with the addresses of its matrix's parts of the batches `beside`, in front of
+    which stand the residuals that `reconstruct` writes. If it is the first of the step, gradients are without
+    their residuals. `outs` is what it writes beside them.
     """
     dtype, factor_rows, is_aligned = bound[0].kind
     is_fp32, reconstructs = dtype == torch.float32, kernel == "reconstruct"
