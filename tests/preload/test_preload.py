@@ -35,6 +35,7 @@ def weights(printed: str) -> str:
     return str(re.findall(r"weights (\S+)", printed)[0])
 
 
+@pytest.mark.timeout(300)
 def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) -> None:
     """The line that users type, and Pythons as they are: all other tests fork the script's processes."""
     folder, watch = tmp_path / "c", tmp_path / "w"
@@ -42,7 +43,7 @@ def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) 
     torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     with stand_ins() as stand_in:
         command = [sys.executable, "-S", *stand_in, *torchrun, str(SCRIPT)]
-        ended = run_python("thinwire", "attach", *options, "--", *command)
+        ended = run_python("thinwire", "attach", *options, "--", *command, timeout_seconds=240)
     assert ended.returncode == 0, ended.stderr
     assert weights(ended.stdout) == weights(run("attach"))
     # A process that has built no DDP model has next to nothing of Thinwire.
