@@ -95,21 +95,29 @@ def test_a_function_that_is_not_compiled_and_a_profiler_that_is_on() -> None:
 # Modules, tensors and optimizers.
 
 
-def test_a_module_looks_up_its_parameters_where_they_were_put() -> None:
-    module, seen = nn.Linear(2, 2), []
-
-    class Seen(dict[str, Any]):
-        def __getitem__(self, name: str) -> Any:
-            seen.append(name)
-            return super().__getitem__(name)
-
-    torch_private.put_parameters(module, Seen(torch_private.children_and_parameters(module)[1]))
-    module(torch.ones(1, 2))
-    assert seen == ["weight", "bias"]
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_a_module_holds_and_whether_it_is_compiled() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    assert torch_private.non_persistent_buffers(module) == {"scratch"}
+    children, parameters = torch_private.children_and_parameters(module)
+    module.child = nn.Linear(2, 2)
+    assert (list(children), list(parameters)) == (["child"], ["weight", "bias"])  # they change with it
+    other = nn.Parameter(torch.ones(2, 2))
+    torch_private.put_parameters(module, {**parameters, "weight": other})
+    assert module.weight is other
+    assert not torch_private.is_compiled(module)
+    compiled: Any = torch.compile(module, backend="eager")
+    assert torch_private.is_compiled(compiled)
+    assert torch_private.uncompiled(compiled) is torch_private.uncompiled(module) is module
+    module.compile(backend="eager")
+    assert torch_private.is_compiled(module)
 
 
 def test_a_step_may_be_replaced_without_a_schedulers_warning() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert torch_private.takes_step_hooks(optimizer)
+    assert not torch_private.takes_step_hooks(torch.optim.SGD.__new__(torch.optim.SGD))
     assert not torch_private.has_step_hooks(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     step = torch_private.counted_step(torch_private.note_step)
@@ -118,23 +126,6 @@ def test_a_step_may_be_replaced_without_a_schedulers_warning() -> None:
     schedule.step()  # warnings are errors
     optimizer.register_step_post_hook(lambda *_: None)
     assert torch_private.has_step_hooks(optimizer)
-
-
-def test_what_is_compiled() -> None:
-    module = nn.Linear(2, 2)
-    assert not torch_private.is_compiled(module)
-    compiled: Any = torch.compile(module, backend="eager")
-    assert torch_private.is_compiled(compiled)
-    module.compile(backend="eager")
-    assert torch_private.is_compiled(module)
-
-
-def test_a_tensors_version_counts_writes_to_its_views() -> None:
-    tensor = torch.zeros(4)
-    before = torch_private.version_of(tensor)
-    tensor[:2].add_(1)
-    assert torch_private.version_of(tensor) == before + 1
-    assert torch_private.version_of(None) == -1
 
 
 class Refusal:
@@ -156,21 +147,13 @@ def test_hooks_of_a_class_are_removed_from_a_copy_too() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_what_a_module_holds() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    module[0].register_buffer("scratch", torch.ones(1), persistent=False)
-    assert torch_private.non_persistent_buffers(module[0]) == {"scratch"}
-    children, parameters = torch_private.children_and_parameters(module)
-    module.append(nn.Linear(2, 2))
-    module.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    assert (list(children), list(parameters)) == (["0", "1"], ["scale"])  # they change with it
-    assert torch_private.uncompiled(torch.compile(module)) is torch_private.uncompiled(module) is module
-
-
 def test_what_belongs_to_a_tensor() -> None:
     assert torch_private.tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
     tensor, empty = torch.ones(4), torch.empty(0)
+    before = torch_private.version_of(tensor)
+    tensor[:2].add_(1)
+    assert torch_private.version_of(tensor) == before + 1
+    assert torch_private.version_of(None) == -1
     assert torch_private.storage_key(tensor[:2]) == torch_private.storage_key(tensor[2:])
     assert torch_private.storage_key(empty) not in map(torch_private.storage_key, (tensor, torch.empty(0)))
     weight = torch.ones(3, requires_grad=True)
@@ -178,15 +161,6 @@ def test_what_belongs_to_a_tensor() -> None:
     assert list(torch_private.post_accumulate_hooks(weight)) == [print]
     hook.remove()
     assert not list(torch_private.post_accumulate_hooks(weight))
-
-
-def test_wrappers_take_no_hooks() -> None:
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self) -> None:
-            pass
-
-    assert torch_private.takes_step_hooks(torch.optim.SGD([torch.ones(1)]))
-    assert not torch_private.takes_step_hooks(Wrapper())
 
 
 def test_stages_of_a_scaler() -> None:
@@ -358,15 +332,16 @@ def test_no_other_module_uses_torchs_private_api() -> None:
 def _names_made(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
-    elif isinstance(getattr(node, "ctx", None), ast.Store):
-        name = ast.unparse(node)
-        yield name.removeprefix("self.") if name.count(".") < 2 else ""
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.attr if isinstance(node.value, ast.Name) and node.value.id == "self" else ""
 
 
 def _private_names_in(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute):
         name = node.attr
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
         name = ast.unparse(node.args[1]).strip("'\"")
     elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
         yield from (alias.name for alias in node.names if alias.name.startswith("_"))

@@ -29,6 +29,7 @@ from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
+from thinwire.adapters.common import living
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
@@ -67,17 +68,9 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
     """Accelerate's own, whose replicas are left to Thinwire: FSDP2 shards over the dimension of the shards.
 
     Accelerate gives FSDP2 both dimensions, so that PyTorch averages whole gradients between replicas. With
-    this one it does not; then attach what it has prepared:
-
-        accelerator = Accelerator(
-            parallelism_config=ParallelismConfig(dp_replicate_size=4, dp_shard_size=8), fsdp_plugin=...
-        )
-        model, optimizer = accelerator.prepare(model, optimizer)
-        mesh = accelerator.torch_device_mesh["dp_replicate"]
-        sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), replicas=mesh)
-        accelerator.register_for_checkpointing(sync)
-
-    Without `attach` replicas are not averaged. Takes what Accelerate's own takes.
+    this one replicas are not averaged until you attach what was prepared, with
+    `replicas=accelerator.torch_device_mesh["dp_replicate"]` (docs/sharded-frameworks.md). It takes what
+    Accelerate's own takes.
 
     Raises:
         MissingExtraError: Accelerate is older than 1.15.
@@ -134,14 +127,6 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     Raises:
         ConfigError: An unknown hook, wrapper or setting, or one that would have no effect.
-
-    Examples:
-        >>> handler = DistributedDataParallelKwargs(
-        ...     comm_hook=DDPCommunicationHookType.POWER_SGD,
-        ...     comm_state_option={"matrix_approximation_rank": 2},
-        ... )
-        >>> handler.syncs  # none yet; accelerator.prepare(model) attaches
-        ()
     """
 
     def __post_init__(self) -> None:
@@ -165,7 +150,7 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     @property
     def sync(self) -> GradientSync:
-        """The handle of the one prepared model: plan, statistics, and switching the algorithm.
+        """The handle of the one prepared model.
 
         Raises:
             AttachError: No model has been attached, or more than one.
@@ -201,9 +186,7 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     def _find_accelerator(self) -> Accelerator:
         """Return the Accelerator that has this handler, which is given the model only."""
-        # Types are compared, since `isinstance` asks objects, and some do something then.
-        objects = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Accelerator)]
-        accelerators = [accelerator for accelerator in objects if accelerator.ddp_handler is self]
+        accelerators = [candidate for candidate in living(Accelerator) if candidate.ddp_handler is self]
         if not accelerators:
             raise AttachError(
                 "register_comm_hook is called by accelerator.prepare(model), of an Accelerator that has this "
