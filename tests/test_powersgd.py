@@ -209,7 +209,7 @@ def test_facts_14_unused_parameters() -> None:
     assert agreed(model)
 
 
-@pytest.mark.parametrize("processes", [0, 2, 3])
+@pytest.mark.parametrize("processes", [0, 2, 4])
 def test_saved_and_resumed_bit_equal(spawn: Spawn, processes: int) -> None:
     """Without a process group as well."""
     if processes:
@@ -346,9 +346,10 @@ def test_uneven_inputs(
     layer = nn.Linear(40, 30, bias=False)
     start = layer.weight.detach().clone()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    aggregator = PowerSGD(layer.parameters(), AT_ONCE)
-    if algorithm is not None:
-        aggregator = AlgorithmAggregator(layer.parameters(), algorithm)  # type: ignore[assignment]
+    if algorithm is None:
+        aggregator: AlgorithmAggregator = PowerSGD(layer.parameters(), AT_ONCE)
+    else:
+        aggregator = AlgorithmAggregator(layer.parameters(), algorithm)
     own_batches, most = num_batches[dist.get_rank()], max(num_batches)
     with thinwire.join(aggregator, divide_by_initial):
         for step in range(own_batches):

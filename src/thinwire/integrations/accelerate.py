@@ -36,6 +36,7 @@ from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateEr
 from thinwire.hooks import PowerSGDState
 from thinwire.integrations import SAVED_WITHOUT
 from thinwire.sync import GradientSync, engine_of
+from thinwire.sync.settings import StepOptions
 
 try:
     import accelerate
@@ -60,8 +61,6 @@ Hook = DDPCommunicationHookType
 LOW_RANK: dict[object, type[PowerSGD] | type[BatchedPowerSGD]]
 LOW_RANK = {Hook.POWER_SGD: PowerSGD, Hook.BATCHED_POWER_SGD: BatchedPowerSGD}
 CASTS: dict[object, WireDtype] = {Hook.FP16: "fp16", Hook.BF16: "bf16"}
-# Settings of `attach` beside the algorithm; the scaler is the Accelerator's.
-OF_STEPS = ("host_check", "machines", "on_nonfinite")
 
 
 class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # accelerate is untyped
@@ -175,7 +174,8 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         # Models, and Accelerators, that were dropped are gone from here on, on every process alike.
         gc.collect()
         accelerator = self._find_accelerator()
-        steps = {name: value for name, value in self.comm_state_option.items() if name in OF_STEPS}
+        # The scaler is the Accelerator's.
+        steps = {n: v for n, v in self.comm_state_option.items() if n in StepOptions.__annotations__}
         self._syncs[model.module] = attach(model, algorithm, grad_scaler=accelerator.scaler, **steps)
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:

@@ -86,20 +86,14 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     # A LocalSGD averages buffers with the model: DDP, whose default frameworks leave, must not send them at
     # every forward pass. (Their own option for it is deprecated by torch.)
     ddp = ddp_inside(model)
-    sending = ddp if ddp is not None and ddp.broadcast_buffers else None
-    if sending is not None:
-        sending.broadcast_buffers = False
+    if ddp is not None:
+        ddp.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
     while not takes_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    try:
-        local = make(model, optimizer, grad_scaler=grad_scaler)
-        if not isinstance(local, ModelAverager):
-            raise ConfigError(f"expected a function that makes {A_LOCAL}, but it made {local!r}")
-    except BaseException:
-        if sending is not None:
-            sending.broadcast_buffers = True
-        raise
+    local = make(model, optimizer, grad_scaler=grad_scaler)
+    if not isinstance(local, ModelAverager):
+        raise ConfigError(f"expected a function that makes {A_LOCAL}, but it made {local!r}")
     return local
 
 

@@ -117,10 +117,6 @@ class ThinwireCallback(TrainerCallback):
     `attach` makes one for a Trainer. Where somebody else makes that, give one to their `callbacks=[…]`: it
     finds its Trainer once that is made, or trains. docs/transformers.md says what logs and checkpoints have.
 
-    Attributes:
-        local: The `LocalSGD` or member around the training, if `algorithm` makes one, from its begin on.
-        auto: What chooses, if `algorithm` is `thinwire.auto`, likewise; printing it tells why.
-
     Args:
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`, called as
@@ -135,6 +131,10 @@ class ThinwireCallback(TrainerCallback):
         strict: Whether a checkpoint must be of just the parameters that are trained now.
         steps: `host_check`, `on_nonfinite` and `machines` of `thinwire.attach`, whose `grad_scaler` is the
             Trainer's own. `host_check=False` needs `ddp_find_unused_parameters=False` in the arguments.
+
+    Attributes:
+        local: The `LocalSGD` or member around the training, if `algorithm` makes one, from its begin on.
+        auto: What chooses, if `algorithm` is `thinwire.auto`, likewise; printing it tells why.
 
     Raises:
         ConfigError: `algorithm` is none of these, a setting is no choice, or it would have no effect.
