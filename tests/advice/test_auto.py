@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from advice.ways import way
 from catalog import buckets, random_gradients, true_means
 from processes import Spawn
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
@@ -69,17 +70,7 @@ def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not(
 
 def trial(name: str, order: int, ms: float, *, spread: float = 0.0) -> Prediction:
     loss = EXACT_LOSS if order < 2 else ExpectedLoss("measured", 0.3, 0.1, 0.5)
-    return Prediction(
-        name,
-        name,
-        ms / 1e3,
-        (ms - spread) / 1e3,
-        (ms + spread) / 1e3,
-        sent_bytes=1000 / (1 + order),
-        memory_bytes=0,
-        is_lossy=order > 1,
-        loss=loss,
-    )
+    return way(name, ms - spread, ms + spread, loss, is_lossy=order > 1)
 
 
 EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
@@ -243,10 +234,10 @@ def test_different_arguments_on_a_different_member_are_refused(simulated: Simula
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("budget_loss", -0.1, "budget_loss must be a number of at least 0, got -0.1"),
         ("budget_loss", 50, "got 50; if that is meant as percent, write 0.01 for one percent"),
         ("optimizer", 0.1, "optimizer must be a torch optimizer, or the name of one"),
         ("least_gain", 1, "least_gain must be a share below 1"),
+        ("total_steps", 0, "total_steps must be a whole number of at least 1, got 0"),
         ("probe_steps", 1, "probe_steps must be a whole number of at least 2, got 1"),
         ("every_steps", 0, "every_steps must be a whole number of at least 2, got 0"),
     ],
@@ -295,8 +286,7 @@ def _choice_of(chooser: Auto) -> dict[str, Any]:
 def test_ddp_processes_choose_alike(spawn: Spawn) -> None:
     first, second = spawn(2, _ddp)
     assert first["world"] == 2
-    assert first["used"] == second["used"]
-    assert first["measured"] == second["measured"]
+    assert (first["used"], first["measured"]) == (second["used"], second["measured"])
     assert [name for name, _ in first["measured"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
     assert first["bytes"][1] == first["bytes"][0] / 2
     # Which algorithm was the fastest differs by machine, and so do the lines that tell it.
@@ -311,11 +301,11 @@ def _ddp() -> dict[str, Any]:
 
 
 def test_shards_and_replicas_choose_alike(spawn: Spawn) -> None:
-    everyone = spawn(4, _sharded)
-    assert all(choice["world"] == 4 for choice in everyone)
-    assert all(choice["used"] == everyone[0]["used"] for choice in everyone)
-    assert all(choice["measured"] == everyone[0]["measured"] for choice in everyone)
-    assert everyone[3]["bytes"][1] == pytest.approx(everyone[3]["bytes"][0] / 2, rel=0.01)
+    first, *others = spawn(4, _sharded)
+    assert first["world"] == 4
+    for choice in others:
+        assert (choice["used"], choice["measured"]) == (first["used"], first["measured"])
+    assert first["bytes"][1] == pytest.approx(first["bytes"][0] / 2, rel=0.01)
 
 
 def _sharded() -> dict[str, Any]:

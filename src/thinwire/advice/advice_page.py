@@ -51,7 +51,7 @@ class Advice:
     @property
     def best(self) -> Prediction:
         """The advised algorithm: of those that `tied`, the one that loses least."""
-        return choose(self.predictions, self.least_gain, self.budget_loss, self.compute_seconds)
+        return choose(self.tied)
 
     @property
     def tied(self) -> list[Prediction]:

@@ -22,7 +22,14 @@ from thinwire.advice.losses import (
     optimizer_name,
     priced,
 )
-from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose
+from thinwire.advice.prediction import (
+    Prediction,
+    checked_budget,
+    checked_gain,
+    checked_steps,
+    choose,
+    contenders,
+)
 from thinwire.algorithms import AllReduce
 from thinwire.checks import whole_count, whole_number
 from thinwire.comm import CALL, agree, gather_numbers
@@ -75,8 +82,7 @@ def auto(
         ThinwireError: As of `attach`.
     """
     name = optimizer_name(optimizer)
-    if total_steps is not None:
-        total_steps = whole_count("total_steps", total_steps, minimum=1)
+    total_steps = checked_steps(total_steps)
     if every_steps is not None:
         every_steps = whole_count("every_steps", every_steps, minimum=2)
     probe_steps = whole_number("probe_steps", probe_steps, minimum=2)  # there are no quartiles of one
@@ -154,7 +160,7 @@ class Auto:
             self.is_choosing, self.trials = True, ()
             for name in self._candidates:
                 self.trials += ((yield from self._try_out(name, rules.probe_steps)),)
-            self.chosen, self.is_choosing = choose(self.trials, rules.least_gain), False
+            self.chosen, self.is_choosing = choose(contenders(self.trials, rules.least_gain)), False
             self._use(self.chosen.name)
             self._tell(f"from step {self.sync.steps} on: {self}")
             if rules.every_steps is None:

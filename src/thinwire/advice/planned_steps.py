@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.forecast import advice_from, notes_on_link
+from thinwire.advice.forecast import notes_on_link
 from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
-from thinwire.advice.prediction import checked_budget
-from thinwire.advice.step_benchmark import PricedSteps, TimedSteps
+from thinwire.advice.prediction import checked_budget, checked_steps
+from thinwire.advice.priced_steps import PricedSteps, TimedSteps
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.algorithms import Algorithm, BucketPlan, Quantize, TopK
-from thinwire.checks import whole_count
 from thinwire.comm import Collective, InProcessTransport
 from thinwire.plan import ParameterSpec
 from thinwire.probe.measured_link import MeasuredLink
@@ -66,10 +65,9 @@ def advise_by_size(
     total_steps: int | None = None,
 ) -> Advice:
     """Return the advice for a model of so many parameters whose forward and backward pass take so long."""
-    if total_steps is not None:
-        total_steps = whole_count("total_steps", total_steps, minimum=1)
-    model, name = stand_in(parameters), optimizer_name(optimizer)
-    steps = PlannedSteps(model, compute_seconds, Training.of(model, name, link.members, total_steps))
+    total_steps, model = checked_steps(total_steps), stand_in(parameters)
+    training = Training.of(model, optimizer_name(optimizer), link.members, total_steps)
+    steps = PlannedSteps(model, compute_seconds, training)
     is_free_inside = link.processes > 1 and not link.inside_seconds(steps.gradient_bytes)
     # No step was timed, so it does not matter on which machines the probe was.
     unnamed = replace(link, probe=replace(link.probe, hosts=[]))
@@ -81,7 +79,7 @@ def advise_by_size(
         "thinwire.advise(model, one_step, probe) makes the same table from timed steps of your own model.",
     )
     notes = notes_on_losses(optimizer, total_steps), notes_on_size_alone
-    return advice_from(steps, link, LEAST_GAIN, checked_budget(budget_loss), notes)
+    return steps.advice(link, LEAST_GAIN, checked_budget(budget_loss), notes)
 
 
 def stand_in(parameters: int, device: str = "meta") -> nn.Module:
