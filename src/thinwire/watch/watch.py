@@ -34,9 +34,9 @@ MAX_GROWTH, STILL_GROWING = 1.3, 1.1
 class GrowthAlarm:
     """Tells growth without bound from the growth that error feedback begins with.
 
-    The residual, as a multiple of what a step sends, is averaged over the second half of all samples and over
-    the quarter before, whenever their number has doubled. Growth with the number of steps doubles it, growth
-    with its root is 1.4 times; a residual that levels off stops growing within the second half.
+    Whenever the number of samples has doubled, the mean of their second half is compared with that of the
+    quarter before. Growth with the number of steps doubles it, growth with its root is 1.4 times; a residual
+    that levels off stops growing within the second half.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,7 @@ class GrowthAlarm:
         """Take a sample; return by how much it grew while their number doubled, if that is an alarm."""
         self._samples.append(relative_norm)
         count = len(self._samples)
-        # A power of two has a single bit: the number of samples has doubled since the last look.
-        if count < MIN_SAMPLES or count & (count - 1):
+        if count < MIN_SAMPLES or count.bit_count() > 1:
             return None
         before, first, last = (fmean(self._samples[count * i // 4 : count * (i + 1) // 4]) for i in (1, 2, 3))
         growth = (first + last) / 2 / before if before > 0 else 1.0
@@ -81,17 +80,15 @@ class Watch:
 
     Examples:
         >>> import tempfile, thinwire, torch
-        >>> from torch.nn.parallel import DistributedDataParallel
-        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+        >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))
         >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
         >>> path = tempfile.mkdtemp() + "/run.jsonl"
         >>> with thinwire.Watch(sync, path) as watch:
-        ...     for _ in range(3):
-        ...         loss = ddp_model(torch.ones(1, 64)).square().sum()
-        ...         loss.backward()
-        ...         watch.log(loss=loss.item())
+        ...     loss = ddp_model(torch.ones(1, 64)).square().sum()
+        ...     loss.backward()
+        ...     watch.log(loss=loss.item())
         >>> [record["message_bytes"] for record in thinwire.watch.read_run(path).steps]
-        [896, 896, 896]
+        [896]
     """
 
     def __init__(
@@ -123,14 +120,15 @@ class Watch:
         self._routes: dict[str, Route] = {}  # as last written, of each label
         self._start = self._last_end = time.perf_counter()
         # Steps counted before are not this watch's: it may begin in the middle of training.
-        self._last = self._watched.counts()
+        self._last = handle.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
-        run = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
-        run |= {"processes": transport.size, "machines": self._engine.inter_node.size}
-        self._write("run", run | {"process_rank": transport.rank})
+        values = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
+        values |= {"processes": transport.size, "machines": self._engine.inter_node.size}
+        # In training a writer's error is a warning; here the user is still there to mend it.
+        writer.write("run", handle.steps, values | {"process_rank": transport.rank})
         # Last: had the first record failed, a watch that no one holds would go on.
-        self._watched.observers.append(self._after_step)
+        handle.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
         return self
@@ -140,20 +138,19 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching; may be called twice."""
-        if self._writer is not None:
+        if (writer := self._leave()) is not None:
+            writer.close()
+
+    def _leave(self) -> Writer | None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
             self._watched.observers.remove(self._after_step)
-            self._writer.close()
-            self._writer = None
+        return writer
 
     def log(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
-        """Record numbers of the last finished step: call it after `backward()`.
+        """Record numbers of Python or NumPy, by name, of the last finished step: call it after `backward()`.
 
-        Args:
-            values: Numbers of Python or NumPy, by name.
-            named: More of them.
-
-        Raises:
-            ConfigError: A value is not a number, or its name is "kind", "step" or "seconds".
+        ConfigError if a value is not a number, or its name is "kind", "step" or "seconds".
         """
         plain = dict[str, float]()
         for name, value in {**(values or {}), **named}.items():
@@ -223,18 +220,13 @@ class Watch:
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        """Write a record; if that fails in training, stop watching with a warning."""
         if self._writer is None:  # an error has ended the watching; the training loop still calls `log`
             return
         try:
             self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
-            # Before training the user is still there to mend it.
-            if kind == "run":
-                raise
             logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
-            self._watched.observers.remove(self._after_step)
-            self._writer = None
+            self._leave()
 
 
 def _residual_in_steps(stats: Stats) -> float:
