@@ -51,10 +51,9 @@ def advise(
 ) -> Advice:
     """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
 
-    The model is copied (a DDP model's options are not); steps of the copy are timed with one algorithm after
-    the other on this process, without any network, noting which message would have been sent when. The probe
-    tells how long each would have been under way, and of as many steps as there are processes the slowest
-    sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
+    Steps of a copy of the model (without a DDP model's options) are timed on this process, without any
+    network. The probe tells how long their messages would have been under way; of as many steps as there are
+    processes the slowest sets the pace. With a model of `fully_shard`, the processes of a replica time steps
     together, share the link of the one process that was probed, and are compared with native HSDP in bf16.
 
     Call it on every process of the default process group (of a sharded model: of one replica), or with a
@@ -63,23 +62,21 @@ def advise(
     (or of this process's shards), its gradients, and what the algorithm whose turn it is keeps.
 
     Args:
-        model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
-            `attach` takes it: it is trained itself, and put back as it was.
+        model: A module, plain or of DDP. Or an FSDP2 model, which is trained itself, and put back as it was.
         one_step: Is called with a DDP model of the copy, or with the FSDP2 model; to make a batch, run
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
         probe: Of the network; None to probe the default process group now, which is collective. For a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
         replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
-        budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
-            case, of which four are not timed.
+        budget_seconds: About how long it may take. Ten steps with each algorithm are made in any case.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
             0.01 is 1 %; at most 0.2. `math.inf` for any, known or not.
-        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With one that
-            was not measured with, and with None, the largest gap of those that were counts.
-        total_steps: Of the run. Few bits lose more in short ones, so of the runs that were measured only
-            those count that were not longer; with None, the shortest.
+        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With None,
+            and one that was not measured with, the largest gap of all counts.
+        total_steps: Of the run. Few bits lose more in short ones, so only runs count that were not longer;
+            with None, the shortest.
         progress: Gets what is being measured, in words.
 
     Raises:
