@@ -27,7 +27,7 @@ from thinwire.advice.losses import (
     optimizer_name,
     priced,
 )
-from thinwire.advice.planned_steps import advise_by_size
+from thinwire.advice.planned_steps import LEAST_GAIN, planned_steps, stand_in
 from thinwire.advice.prediction import SHARDING, choose, contenders
 from thinwire.plan import ParameterSpec
 from thinwire.probe import Timing
@@ -265,19 +265,19 @@ def test_the_page_takes_the_bits_that_the_rule_takes_on_a_slow_link(row: str, tr
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_the_page_of_slow_links_takes_what_is_advised(optimizer: str) -> None:
     text, parameters, compute_seconds = page("docs/wide-area.md"), 350_000_000, 0.8
-    ratios = re.findall(
-        r"[\d.]+", text.partition("sending 16 bits, over computing |")[2].partition("more")[0]
-    )
+    heading = text.partition("sending 16 bits, over computing |")[2].partition("more")[0]
     cells = text.partition(f"\n| {optimizer} | ")[2].splitlines()[0].split(" | ")
-    for ratio, cell in zip(ratios, cells, strict=False):
-        link = MeasuredLink.of_rate(16 * parameters / (float(ratio) * compute_seconds), 2e-4, 2)
-        options = {"optimizer": optimizer, "total_steps": 20_000}
-        best = advise_by_size(parameters, compute_seconds, link, **options).best  # type: ignore[arg-type]
+    training = Training(optimizer, 2, parameters, 20_000)
+    steps = planned_steps(stand_in(parameters), compute_seconds, training)
+
+    def best(ratio: float, budget_loss: float = 0.01) -> str:
+        link = MeasuredLink.of_rate(16 * parameters / (ratio * compute_seconds), 2e-4, 2)
+        return steps.advice(link, LEAST_GAIN, budget_loss, ((), ())).best.name
+
+    for ratio, cell in zip(map(float, re.findall(r"[\d.]+", heading)), cells, strict=False):
         (told, *_) = re.findall("`(.+?)`|leave DDP as it is|2 or 4 bits", cell)
-        assert best.name == (told or {"2": "Quantize(bits=2)"}.get(cell[0], "AllReduce()")), ratio
-        if "4 bits" in cell:
-            careful = advise_by_size(parameters, compute_seconds, link, budget_loss=0.005, **options)  # type: ignore[arg-type]
-            assert careful.best.name == "Quantize(bits=4)"
+        assert best(ratio) == (told or {"2": "Quantize(bits=2)"}.get(cell[0], "AllReduce()")), ratio
+        assert "4 bits" not in cell or best(ratio, 0.005) == "Quantize(bits=4)"
 
 
 def test_where_nothing_meets_the_budget_the_nearest_is_told() -> None:

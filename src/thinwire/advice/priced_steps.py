@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from statistics import fmean
 
 from thinwire.advice.advice_page import Advice
@@ -73,13 +72,15 @@ class PricedSteps:
             numbers += [inside_seconds + taken for taken in seconds]
         # All in one message, and alike on all processes, so that all choose alike.
         means = iter(mean_over_processes(numbers, self.transport))
-        compute_seconds, low_seconds, high_seconds = islice(means, 3)
+        compute_seconds, low_seconds, high_seconds = next(means), next(means), next(means)
         predictions = []
         for name, timed in self.timed.items():
             prediction = Prediction(
                 name,
                 code_of(name, "FSDP2" if self.shards else "DDP"),
-                *islice(means, 3),
+                step_seconds=next(means),
+                low_seconds=next(means),
+                high_seconds=next(means),
                 # All of a replica send over one link.
                 sent_bytes=(self.shards or 1) * timed.timelines[-1].wire_bytes(members),
                 memory_bytes=timed.memory_bytes,

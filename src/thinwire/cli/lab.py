@@ -76,8 +76,14 @@ def lab(
         contained = network.contained_command(machine, *command)
         return Process(contained, variables, output, f"[{prefix}] ", as_group=True)
 
-    waits = {"grace_seconds": grace_seconds, "end_within_seconds": grace_seconds}
-    job = Job(start, network.processes, output=output, passes_signals_on=True, **waits)
+    job = Job(
+        start,
+        network.processes,
+        output=output,
+        grace_seconds=grace_seconds,
+        end_within_seconds=grace_seconds,
+        passes_signals_on=True,
+    )
     with network:
         if network.has_relay and machines > 1:
             print(f"thinwire lab: {network.check_link()}", file=sys.stderr)
