@@ -53,7 +53,6 @@ class CheckContext:
         print(f"thinwire: process {self.transport.rank}: {what}", file=sys.stderr, flush=True)
 
     def gradient(self, step: int, process_rank: int | None = None) -> torch.Tensor:
-        """Return a process's gradient in a step, flat, of all parameters; this one's by default."""
         # Drawn on the CPU: the generators of other devices draw other numbers, and devices may differ.
         seed = 1000 * (self.transport.rank if process_rank is None else process_rank) + step
         numel = sum(spec.numel for spec in self.specs)

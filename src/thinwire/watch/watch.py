@@ -77,18 +77,6 @@ class Watch:
     Raises:
         ConfigError: `sync` is not a handle, `writer` not a writer, or an argument is out of range.
         OSError: The file can't be written.
-
-    Examples:
-        >>> import tempfile, thinwire, torch
-        >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))
-        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
-        >>> path = tempfile.mkdtemp() + "/run.jsonl"
-        >>> with thinwire.Watch(sync, path) as watch:
-        ...     loss = ddp_model(torch.ones(1, 64)).square().sum()
-        ...     loss.backward()
-        ...     watch.log(loss=loss.item())
-        >>> [record["message_bytes"] for record in thinwire.watch.read_run(path).steps]
-        [896]
     """
 
     def __init__(
@@ -124,11 +112,12 @@ class Watch:
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
         values = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
-        values |= {"processes": transport.size, "machines": self._engine.inter_node.size}
+        values |= {"processes": transport.size, "process_rank": transport.rank}
         # In training a writer's error is a warning; here the user is still there to mend it.
-        writer.write("run", handle.steps, values | {"process_rank": transport.rank})
-        # Last: had the first record failed, a watch that no one holds would go on.
-        handle.observers.append(self._after_step)
+        writer.write("run", handle.steps, values | {"machines": self._engine.inter_node.size})
+        handle.observers.append(
+            self._after_step
+        )  # last: had that failed, a watch that no one holds would go on
 
     def __enter__(self) -> Watch:
         return self
@@ -138,14 +127,10 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching; may be called twice."""
-        if (writer := self._leave()) is not None:
-            writer.close()
-
-    def _leave(self) -> Writer | None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
+        if self._writer is not None:
             self._watched.observers.remove(self._after_step)
-        return writer
+            self._writer.close()
+            self._writer = None
 
     def log(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Record numbers of Python or NumPy, by name, of the last finished step: call it after `backward()`.
@@ -212,11 +197,11 @@ class Watch:
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
         growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
         if growth is not None:
-            worst = max(stats.relative_error, key=stats.relative_error.__getitem__)
             logger.warning(
                 f"step {self._watched.steps}: the residual has grown {growth:.1f}-fold against what a step "
                 "sends while the number of steps doubled, twice in succession: it goes on growing, most that "
-                f"of {worst}. Compress less, or lower the learning rate"
+                f"of {max(stats.relative_error, key=stats.relative_error.__getitem__)}. Compress less, or "
+                "lower the learning rate"
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
@@ -226,7 +211,8 @@ class Watch:
             self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
             logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
-            self._leave()
+            self._watched.observers.remove(self._after_step)
+            self._writer = None
 
 
 def _residual_in_steps(stats: Stats) -> float:

@@ -18,11 +18,7 @@ class Writer(Protocol):
     """A destination of records."""
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take the record of a step: numbers, strings, and mappings and lists of them.
-
-        `kind` is "run" at the start; "plan" when it changes; "step"; "norms" now and then, after the step's;
-        "log" of what the user adds.
-        """
+        """Take the record of a step, of a kind that docs/watching.md tells: numbers, strings and such."""
 
     def close(self) -> None:
         """End: no more records will come."""
