@@ -16,7 +16,7 @@ from thinwire.preload.settings import Options
 
 def attach(
     command: list[str] = typer.Argument(
-        default_factory=list, metavar="-- COMMAND…", help="Any, unchanged.", show_default=False
+        default_factory=list, metavar="-- COMMAND…", help="Any training command.", show_default=False
     ),
     *,
     bits: int | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),

@@ -17,13 +17,13 @@ from thinwire.local_sgd.groups.torchft_group import ASKED
 
 def run(
     script: Path = typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic."),
-    arguments: list[str] | None = typer.Argument(None, metavar="ARGUMENTS…", help="The script's."),
+    arguments: list[str] | None = typer.Argument(None, metavar="ARGUMENTS…", help="Of the script."),
     *,
     minimum: int = typer.Option(
         1, "--min", metavar="N", help="Members that an averaging needs, on all machines together."
     ),
     maximum: int | None = typer.Option(
-        None, "--max", metavar="N", help="Members here.", show_default="as --min; with --lighthouse, 1"
+        None, "--max", metavar="N", help="Members to start.", show_default="as --min; with --lighthouse, 1"
     ),
     processes_per_member: int = typer.Option(
         1, metavar="N", help="Processes of each member, which train one DDP or FSDP2 model together."
@@ -36,7 +36,7 @@ def run(
         help="The address at which members on other machines reach this one.",
         show_default="they can't join; with --lighthouse, this machine's name",
     ),
-    port: int = typer.Option(0, help="Of the lighthouse that this starts.", show_default="a free one"),
+    port: int = typer.Option(0, help="Port of the lighthouse to start.", show_default="a free one"),
     max_restarts: int = typer.Option(3, help="How often a member that dies is restarted."),
     grace_seconds: float = typer.Option(
         30.0,
