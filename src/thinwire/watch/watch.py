@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from statistics import fmean
 from typing import Any
@@ -29,31 +29,6 @@ COUNTED = ("messages", "message_bytes", "inside_bytes", "gradient_bytes", *TIMES
 MIN_SAMPLES = 32  # a quarter of fewer is noise
 MIN_STEPS = 1000
 MAX_GROWTH, STILL_GROWING = 1.3, 1.1
-
-
-class GrowthAlarm:
-    """Tells growth without bound from the growth that error feedback begins with.
-
-    Whenever the number of samples has doubled, the mean of their second half is compared with that of the
-    quarter before. Growth with the number of steps doubles it, growth with its root is 1.4 times; a residual
-    that levels off stops growing within the second half.
-    """
-
-    def __init__(self) -> None:
-        self._samples: list[float] = []
-        self._grew = False
-
-    def growth_after(self, relative_norm: float, step: int) -> float | None:
-        """Take a sample; return by how much it grew while their number doubled, if that is an alarm."""
-        self._samples.append(relative_norm)
-        count = len(self._samples)
-        if count < MIN_SAMPLES or count.bit_count() > 1:
-            return None
-        before, first, last = (fmean(self._samples[count * i // 4 : count * (i + 1) // 4]) for i in (1, 2, 3))
-        growth = (first + last) / 2 / before if before > 0 else 1.0
-        grew_before, self._grew = self._grew, growth > MAX_GROWTH
-        is_alarm = self._grew and grew_before and last > STILL_GROWING * first and step >= MIN_STEPS
-        return growth if is_alarm else None
 
 
 class Watch:
@@ -103,7 +78,7 @@ class Watch:
             do = "of a logger's function, make a thinwire.watch.MetricsWriter"
             raise ConfigError(f"writer must be a path, or have write and close, got {writer!r}; {do}")
         self._writer: Writer | None = writer
-        self._alarm = GrowthAlarm()
+        self._residuals: list[float] = []  # under this plan, each as a multiple of what a step sends
         self._planned: tuple[object, object] = (None, None)
         self._routes: dict[str, Route] = {}  # as last written, of each label
         self._start = self._last_end = time.perf_counter()
@@ -184,7 +159,7 @@ class Watch:
             return
         self._routes = {**self._routes, **routes} if algorithm == was else routes
         # Under a different plan the residual levels off elsewhere, and growing up to there is no alarm.
-        self._alarm = GrowthAlarm()
+        self._residuals = []
         shown = algorithm if self._watched is self._engine.reporter else self._watched
         recorded = ("label", "names", "detail", "is_compressed", "gradient_bytes", "message_bytes")
         listed = [{name: getattr(route, name) for name in recorded} for route in plan.routes]
@@ -195,8 +170,9 @@ class Watch:
         if not stats.error_norm:  # without a residual, or before the first step
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
-        growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
-        if growth is not None:
+        self._residuals.append(_residual_in_steps(stats))
+        growth = alarming_growth(self._residuals)
+        if growth is not None and self._watched.steps >= MIN_STEPS:
             logger.warning(
                 f"step {self._watched.steps}: the residual has grown {growth:.1f}-fold against what a step "
                 "sends while the number of steps doubled, twice in succession: it goes on growing, most that "
@@ -223,3 +199,20 @@ def _residual_in_steps(stats: Stats) -> float:
         for label, relative in stats.relative_error.items()
     ]
     return math.hypot(*stats.error_norm.values()) / math.hypot(*sent) if any(sent) else 0.0
+
+
+def alarming_growth(residuals: Sequence[float]) -> float | None:
+    """Return by how much residuals grew while their number doubled, if they grow without bound.
+
+    The mean of their second half is compared with that of the quarter before, twice in succession. Growth
+    with the number of steps doubles it, growth with its root is 1.4 times; a residual that levels off, as
+    with error feedback it should, stops growing within the second half.
+    """
+    count = len(residuals)
+    if count < 2 * MIN_SAMPLES or count.bit_count() > 1:  # their number has not doubled since the last look
+        return None
+    growths = []
+    for end in (count // 2, count):
+        before, first, last = (fmean(residuals[end * i // 4 : end * (i + 1) // 4]) for i in (1, 2, 3))
+        growths.append((first + last) / 2 / before if before > 0 else 1.0)
+    return growths[-1] if min(growths) > MAX_GROWTH and last > STILL_GROWING * first else None
