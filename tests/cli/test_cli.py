@@ -48,7 +48,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
 
 def commands() -> dict[str, Any]:
     """By name; "" is what they all have in common."""
-    group: Any = typer.main.get_command(build_app(bool))
+    group: Any = typer.main.get_command(build_app())
     return {"": group, **group.commands}
 
 
