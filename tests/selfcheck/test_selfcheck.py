@@ -232,10 +232,10 @@ def test_what_keeps_tritons_kernels_from_a_gpu_is_told_with_what_it_costs(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(limits, "installed", lambda: "3.6.0")
     monkeypatch.setattr(launcher, "check", check_kernel)
-    limits._why_unusable.cache_clear()
+    limits.why_unusable.cache_clear()
     limits._why_not.cache_clear()
     told = check._served_by(gpu)
-    limits._why_unusable.cache_clear()
+    limits.why_unusable.cache_clear()
     limits._why_not.cache_clear()
     assert told.startswith("NVIDIA A100: thinwire ")
     why = "Triton 3.6.0 is installed but does not compile (PTX was compiled with an unsupported toolchain)"
