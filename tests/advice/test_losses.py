@@ -272,7 +272,7 @@ def test_the_page_of_slow_links_takes_what_is_advised(optimizer: str) -> None:
 
     def best(ratio: float, budget_loss: float = 0.01) -> str:
         link = MeasuredLink.of_rate(16 * parameters / (ratio * compute_seconds), 2e-4, 2)
-        return steps.advice(link, LEAST_GAIN, budget_loss, ((), ())).best.name
+        return steps.advice(link, LEAST_GAIN, budget_loss, ()).best.name
 
     for ratio, cell in zip(map(float, re.findall(r"[\d.]+", heading)), cells, strict=False):
         (told, *_) = re.findall("`(.+?)`|leave DDP as it is|2 or 4 bits", cell)

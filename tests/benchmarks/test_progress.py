@@ -25,21 +25,15 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("progress")
 
 
-def test_a_log_gets_a_line_every_half_minute_and_a_terminal_one_that_changes(progress: Any) -> None:
-    for is_terminal in (False, True):
-        now, out = [0.0], io.StringIO()
-        out.isatty = lambda told=is_terminal: told  # type: ignore[method-assign,misc]
-        with progress.Progress(100, out=out, clock=lambda now=now: now[0]) as shown:
-            for done in range(100):
-                now[0] = 2.0 * done
-                shown.show(done, f"step {done}" + " of many" * 20 * is_terminal)
-        lines = out.getvalue().split("\r" if is_terminal else "\n")[is_terminal:]
-        if is_terminal:
-            assert len(lines) == 101  # the last one leaves the line empty
-            assert max(map(len, lines)) < 110
-        else:
-            assert lines[0] == " 15 %, 30 s gone, 3 min left: step 15"
-            assert len(lines) == 7
+def test_a_log_gets_a_line_every_half_minute(progress: Any) -> None:
+    now, out = [0.0], io.StringIO()
+    with progress.Progress(100, out=out, clock=lambda: now[0]) as shown:
+        for done in range(100):
+            now[0] = 2.0 * done
+            shown.show(done, f"step {done}")
+    lines = out.getvalue().splitlines()
+    assert lines[0] == " 15 %, 30 s gone, 3 min left: step 15"
+    assert len(lines) == 6
 
 
 @pytest.mark.parametrize("kept", [None, Path("runs.jsonl")])

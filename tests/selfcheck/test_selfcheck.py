@@ -110,8 +110,6 @@ def _broken() -> list[list[str]]:
     found = []
     for breaking, name in BREAKING:
         context = CheckContext(torch.device("cpu"))
-        CHECKS[name](context)
-        assert context.findings == [], name
         with pytest.MonkeyPatch.context() as patch:
             breaking(patch)
             CHECKS[name](context)

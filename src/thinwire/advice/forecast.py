@@ -104,7 +104,7 @@ def advise(
         gradient_bytes = sum(p.nbytes for p in subject.model.parameters() if p.requires_grad)
         steps = PricedSteps(training, transport, gradient_bytes, subject.shards)
         StepBenchmark(subject, one_step, stopwatch).run(steps, budget_seconds, progress)
-        notes = notes_on_losses(optimizer, total_steps), notes_on_link(link, transport.size, device)
+        notes = *notes_on_losses(optimizer, total_steps), *notes_on_link(link, transport.size, device)
         return steps.advice(link, least_gain, budget_loss, notes)
 
 

@@ -72,14 +72,14 @@ def advise_by_size(
     is_free_inside = link.processes > 1 and not link.inside_seconds(steps.gradient_bytes)
     # No step was timed, so it does not matter on which machines the probe was.
     unnamed = replace(link, probe=replace(link.probe, hosts=[]))
-    notes_on_size_alone = (
+    notes = (
+        *notes_on_losses(optimizer, total_steps),
         "Predicted for a transformer of typical shapes, gradients in fp32, in DDP's buckets of 25 MB, "
         f"and the arithmetic of {ARITHMETIC_SOURCE}. On CPUs compression takes many times as long.",
         *notes_on_link(unnamed, 1, torch.device(link.probe.device)),
         *(["Averaging inside of a machine is taken to cost nothing."] if is_free_inside else []),
         "thinwire.advise(model, one_step, probe) makes the same table from timed steps of your own model.",
     )
-    notes = notes_on_losses(optimizer, total_steps), notes_on_size_alone
     return steps.advice(link, LEAST_GAIN, checked_budget(budget_loss), notes)
 
 
@@ -132,7 +132,7 @@ def planned_steps(model: nn.Module, compute_seconds: float, training: Training) 
 
 
 def handed_bytes(collective: Collective, message_bytes: int, members: int) -> int:
-    """Return what a process hands over, of bytes that are counted as of an all-reduce."""
+    """Return the bytes that a process hands over, of those that are counted as of an all-reduce."""
     if collective == "all_gather":
         return 2 * message_bytes // members
     return 2 * message_bytes if collective == "all_to_all" else message_bytes

@@ -47,16 +47,9 @@ class PricedSteps:
         self.timed = {name: TimedSteps() for name in self.variants}
 
     def advice(
-        self,
-        link: MeasuredLink,
-        least_gain: float,
-        budget_loss: float,
-        notes: tuple[Iterable[str], Iterable[str]],
+        self, link: MeasuredLink, least_gain: float, budget_loss: float, notes: Iterable[str]
     ) -> Advice:
-        """Return what follows on a link, by the mean of all processes. Collective.
-
-        Notes on losses come first.
-        """
+        """Predict steps on a link, and advise. Collective."""
         members, round_trips = self.training.members, ROUND_TRIPS_MS if link.counts_round_trips else ()
         inside_seconds = link.inside_seconds(self.gradient_bytes)
 
@@ -101,17 +94,16 @@ class PricedSteps:
             shards=self.shards,
             processes=link.processes,
         )
-        best, sentences = advice.best, [*notes[0], *notes_on_size(self.training)]
+        best, notes = advice.best, [*notes, *notes_on_size(self.training)]
         if best.residual_bytes:
             residual = f"the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB"
-            seconds_each = link.transfer("all_reduce", best.residual_bytes).seconds
-            about = f"about {seconds_each:.2g} s each time"
-            sentences.append(f"Saving (state_dict) averages {residual}, over the link: {about}.")
+            about = f"about {link.transfer('all_reduce', best.residual_bytes).seconds:.2g} s each time"
+            notes.append(f"Saving (state_dict) averages {residual}, over the link: {about}.")
         if high_seconds > (1 + MIN_SPREAD) * low_seconds:
             spread = f"{1e3 * low_seconds:.1f} to {1e3 * high_seconds:.1f} ms"
             surer = "on a quiet machine predictions are surer"
-            sentences.append(f"Half of the steps without averaging took {spread}: {surer}.")
-        return replace(advice, notes=(*sentences, *notes[1]))
+            notes.append(f"Half of the steps without averaging took {spread}: {surer}.")
+        return replace(advice, notes=tuple(notes))
 
 
 def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:

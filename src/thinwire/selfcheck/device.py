@@ -61,7 +61,7 @@ def measure(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]]) -> 
 
 
 def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
-    """Return what would serve in place of kernels that fail, and what it costs."""
+    """Name the kernels that would serve in place of those that fail, and their cost."""
     package = "Triton" if context.device.type == "cuda" else "Numba"
     cost = COST_WITHOUT_TRITON if package == "Triton" else "about half as fast on one thread"
     known, dispatch.backends = dispatch.backends, (dispatch.TORCH,)

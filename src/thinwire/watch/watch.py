@@ -90,9 +90,8 @@ class Watch:
         values |= {"processes": transport.size, "process_rank": transport.rank}
         # In training a writer's error is a warning; here the user is still there to mend it.
         writer.write("run", handle.steps, values | {"machines": self._engine.inter_node.size})
-        handle.observers.append(
-            self._after_step
-        )  # last: had that failed, a watch that no one holds would go on
+        # Last: had that failed, a watch that no one holds would go on.
+        handle.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
         return self
