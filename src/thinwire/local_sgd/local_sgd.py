@@ -16,7 +16,6 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import Shadow, averaging_model, tell_start
 from thinwire.adapters.ddp import DDPAdapter, switched
-from thinwire.adapters.ddp_model import names_of
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
@@ -27,10 +26,9 @@ from thinwire.local_sgd.fragment import fragments_of
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges, engines_of
-from thinwire.local_sgd.outer import Outer, check_outer
+from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
-from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
-from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
 from thinwire.local_sgd.training_loop import check_ddp
 from thinwire.tensors.layout import local_tensor
 
@@ -61,7 +59,7 @@ class LocalSGD(ModelAverager, Joinable):
             `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
             the result of `torch.compile` on either).
         optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
-            steps: the last one's are counted. Their state is never averaged.
+            steps, of which the last one's are counted. Their state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step, which moves the last averaged parameters along the mean change: a
@@ -172,10 +170,10 @@ class LocalSGD(ModelAverager, Joinable):
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
             else:
-                ddp, names = model.ddp, names_of(model.module, model.ddp.parameters_to_ignore)
-                adapters = {"group": DDPAdapter(engines.gradients, names, ddp)}
+                ddp = model.ddp
+                adapters = {"group": DDPAdapter(engines.gradients, ddp)}
                 if engines.subgroup is not None:
-                    adapters["subgroup"] = DDPAdapter(engines.subgroup, names, ddp)
+                    adapters["subgroup"] = DDPAdapter(engines.subgroup, ddp)
                 switch = switched(
                     ddp, lambda: adapters.get(self._schedule.gradients_in(self.steps)), taken_by="LocalSGD"
                 )
@@ -206,8 +204,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is
-        pending is waited for and applied first. Does nothing but compare step counts if nothing has changed
-        since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
+        pending is applied first. A change that no step of `optimizer` has made, such as of weights that were
         loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
         Raises:
@@ -295,10 +292,8 @@ class LocalSGD(ModelAverager, Joinable):
 
         The same on every process. The model and the optimizer are the user's to save: between averagings
         they differ from process to process, so save them on each to resume to the bit; or call
-        `average()` first and save one model. `torch.load(weights_only=True)` takes it.
-
-        What is pending is waited for and saved as it came; it is applied when it is due, here and in the
-        run that resumes.
+        `average()` first and save one model. `torch.load(weights_only=True)` takes it. What is pending is
+        waited for and saved as it came; it is applied when it is due, here and in the run that resumes.
 
         Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
 

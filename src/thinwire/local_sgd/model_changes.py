@@ -16,10 +16,9 @@ from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.fragment import Fragment, Fragments, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.outer import described_outer, nesterov_lr
+from thinwire.local_sgd.outer import Nesterov, described_outer, nesterov_lr
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.schedule import EXACT, Schedule
-from thinwire.local_sgd.settings import Nesterov
 from thinwire.sync import Engine, Settings
 
 
