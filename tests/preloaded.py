@@ -21,8 +21,8 @@ from thinwire.simulation import Simulation
 
 # Of all forked processes: compiled arithmetic serves one thread.
 torch.set_num_threads(1)
-# For its log torchrun looks, with each sign of life, for the name of a function in all modules: of the many that
-# are imported here that took seconds each time.
+# With each sign of life torchrun looks in all modules for the name of a function: in those that are imported
+# here, that took seconds each time.
 dynamic_rendezvous.get_method_name = lambda depth=2: "unknown"
 
 
