@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # by the first DDP model of a process
 import torch.distributed.run
 import torch.nn.parallel
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import thinwire
 import thinwire.cli
@@ -20,6 +21,9 @@ from thinwire.simulation import Simulation
 
 # Of all forked processes: compiled arithmetic serves one thread.
 torch.set_num_threads(1)
+# With each sign of life torchrun looks in all modules for the name of a function: in those that are imported
+# here, that took seconds each time.
+dynamic_rendezvous.get_method_name = lambda depth=2: "unknown"
 
 
 def compile_passes() -> None:

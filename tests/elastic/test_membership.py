@@ -428,7 +428,7 @@ def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytes
     assert torch.equal(in_parts.owed(0), in_one.owed(0))
 
 
-@pytest.mark.parametrize("part", [1, 2, 5])
+@pytest.mark.parametrize("part", [2, 5])
 def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

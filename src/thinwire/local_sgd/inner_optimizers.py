@@ -191,10 +191,13 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
         for parameter, tensor in zip(owners, leaves, strict=True) if len(leaves) == len(owners) else ():
             if where == ONLY_READ or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                 continue
+            if tensor.numel() != parameter.numel():
+                continue
             held, weights = local_tensor(tensor), local_tensor(parameter)
             # A view has the average when the parameter has, and quantized states only their optimizers read.
-            is_plain = type(held) is torch.Tensor and tensor.numel() == parameter.numel()
-            if is_plain and held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
+            if type(held) is torch.Tensor and (
+                held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr()
+            ):
                 yield where, parameter, tensor
 
 
