@@ -16,7 +16,6 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import Shadow, averaging_model, tell_start
 from thinwire.adapters.ddp import DDPAdapter, switched
-from thinwire.adapters.ddp_model import names_of
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
@@ -24,7 +23,6 @@ from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.fragment import fragments_of
-from thinwire.local_sgd.groups.group import StaticGroup
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges, engines_of
@@ -136,10 +134,9 @@ class LocalSGD(ModelAverager, Joinable):
         if ddp is not None:
             check_ddp(ddp)
         self._engines = engines_of(averaged, schedule, algorithm, group, replica.shards, within)
-        static = StaticGroup(group)
-        changes = ModelChanges(averaged, schedule, self._engines, optimizers, static)
+        changes = ModelChanges(averaged, schedule, self._engines, optimizers)
         averaging_within = self._engines.subgroup if schedule.averages_within else None
-        super().__init__(changes, StaticMembership(static, changes, averaging_within), grad_scaler)
+        super().__init__(changes, StaticMembership(changes, averaging_within), grad_scaler)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
@@ -173,10 +170,10 @@ class LocalSGD(ModelAverager, Joinable):
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
             else:
-                ddp, names = model.ddp, names_of(model.module, model.ddp.parameters_to_ignore)
-                adapters = {"group": DDPAdapter(engines.gradients, names, ddp)}
+                ddp = model.ddp
+                adapters = {"group": DDPAdapter(engines.gradients, ddp)}
                 if engines.subgroup is not None:
-                    adapters["subgroup"] = DDPAdapter(engines.subgroup, names, ddp)
+                    adapters["subgroup"] = DDPAdapter(engines.subgroup, ddp)
                 switch = switched(
                     ddp, lambda: adapters.get(self._schedule.gradients_in(self.steps)), taken_by="LocalSGD"
                 )
@@ -264,7 +261,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
             )
-        self._membership.group.weigh_by = "contributors" if by_contributors else "members"
+        self._contributor.weigh_by = "contributors" if by_contributors else "members"
         return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
 
     @property

@@ -15,7 +15,6 @@ from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
 from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
-from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import settings_digest
@@ -40,8 +39,8 @@ class Membership(ABC):
 
     has_left = False
 
-    def __init__(self, group: Group, contributor: Contributor) -> None:
-        self.group, self._contributor = group, contributor
+    def __init__(self, contributor: Contributor) -> None:
+        self._contributor = contributor
 
     @property
     @abstractmethod
@@ -80,8 +79,9 @@ class StaticMembership(Membership):
 
     _contributor: ModelChanges
 
-    def __init__(self, group: Group, changes: ModelChanges, subgroup: Engine | None) -> None:
-        super().__init__(group, changes)
+    def __init__(self, changes: ModelChanges, subgroup: Engine | None) -> None:
+        super().__init__(changes)
+        self._transport = changes.engines[0].transport
         self.pending: PendingAverage[Fragment] | None = None
         self.subgroup = subgroup
         self._step = 0  # of the members, when the pending average was sent
@@ -110,7 +110,7 @@ class StaticMembership(Membership):
         self._agree(self._contributor.settings() | {LOADED_STATE: digest})
 
     def _agree(self, described: dict[str, str], action: Callable[[], None] | None = None) -> None:
-        replica, group, purpose = self._contributor.model.replica, self.group.transport, "entering LocalSGD"
+        replica, group, purpose = self._contributor.model.replica, self._transport, "entering LocalSGD"
         algorithm = repr(self._contributor.engines[0].algorithm)
         of_shard = {"replica": f"{group.rank} of {group.size}", "algorithm": algorithm, **described}
         if replica.saves_parts:  # each process has loaded its own
@@ -195,7 +195,7 @@ class StaticMembership(Membership):
         self._wait()
         # Only then: what has raised above is still to be abandoned.
         pending, self.pending = self.pending, None
-        members = self.group.transport.size
+        members = self._transport.size
         self._contributor.commit(pending, self._step, members, may_be_empty=True)
 
     def abandon(self) -> None:
@@ -259,7 +259,7 @@ class StaticMembership(Membership):
     def _take_over(self, fragments: Fragments) -> None:
         """Take what the model holds for the last average, or refuse it on all members alike. Collective."""
         purpose = "comparing parameters that have changed without a step"
-        rows = gather_numbers([float(fragments.checksum())], self.group.transport, purpose)
+        rows = gather_numbers([float(fragments.checksum())], self._transport, purpose)
         if not self._on_all_shards(rows == rows[:1] * len(rows), purpose):
             raise StepError(
                 "parameters have changed since the last averaging without a step of an optimizer passed, and "
@@ -301,11 +301,11 @@ class StaticMembership(Membership):
         with suppress(StepError):
             check_alike(self._gathered(status, subgroup).read())
             return
-        check_alike(self._gathered(status, self.group.transport).read())
+        check_alike(self._gathered(status, self._transport).read())
 
     def _gather_status(self, weight: float = 1.0, **status: bool) -> None:
         """Ask all members at which step they are; do not wait for the answers. Collective."""
-        self._gathers.append(self._gathered(self._status(weight, **status), self.group.transport))
+        self._gathers.append(self._gathered(self._status(weight, **status), self._transport))
 
     def _gathered(self, status: MemberStatus, transport: Transport) -> StatusGather:
         return StatusGather(status, transport, f"step {status.step}, the consensus check before an averaging")

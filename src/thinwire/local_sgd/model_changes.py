@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -76,13 +76,16 @@ class ModelChanges(Contributor):
         schedule: Schedule,
         engines: Engines,
         optimizers: Sequence[torch.optim.Optimizer],
-        group: Group,
+        group: Group | None = None,
     ) -> None:
         super().__init__(model, (engines.main, engines.warmup), optimizers, group)
         self.schedule = schedule
         self._warmup, self._warm_gradients = engines.warmup, engines.gradients
         # Whether the members change, and the outer learning rate with their number.
-        self._is_elastic = group.weigh_by in ("steps", "work")
+        self._is_elastic = group is not None
+        # A member's change weighs its steps, or counted work; or 1, perhaps only with steps of its own.
+        self.weigh_by: Literal["steps", "work", "members", "contributors"]
+        self.weigh_by = "members" if group is None else group.weigh_by
         # Elastic members combine the statuses of their processes.
         self.together = None if self._is_elastic else model.replica.shards
         self.pending_steps = 0
@@ -104,7 +107,7 @@ class ModelChanges(Contributor):
         self.steps += 1
         self.steps_here += 1
         self.pending_steps += is_own
-        if self._group.weigh_by == "steps":
+        if self.weigh_by == "steps":
             self.count_work(1.0)
 
     def count_work(self, amount: float) -> None:
@@ -120,7 +123,7 @@ class ModelChanges(Contributor):
     def is_due(self) -> bool:
         """Return whether an averaging is due after this step."""
         seconds = 0.0
-        if self.schedule.every_seconds is not None:
+        if self._group is not None and self.schedule.every_seconds is not None:
             seconds = self._group.broadcast_scalar(monotonic() - self._averaged_at)
         return self.schedule.is_due(self.steps, self.turns, self.steps - self._turn_began, seconds)
 
@@ -157,7 +160,7 @@ class ModelChanges(Contributor):
     @property
     def weight(self) -> float:
         """The weight of a member that stays."""
-        return float(self._group.weigh_by != "contributors" or self.pending_steps > 0)
+        return float(self.weigh_by != "contributors" or self.pending_steps > 0)
 
     def contribution(self, turns_ahead: int = 0) -> Contribution:
         fragments = self.fragments_after(self.steps, turns_ahead)
@@ -246,7 +249,7 @@ class ModelChanges(Contributor):
             "streaming": schedule.streaming,
             "warmup": schedule.warmup,
             "subgroup": schedule.has_subgroup,
-            "weigh_by": self._group.weigh_by,
+            "weigh_by": self.weigh_by,
             "outer optimizer": described_outer(self.model.outer),
         }
         return {subject: str(value) for subject, value in settings.items()}

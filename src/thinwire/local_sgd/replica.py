@@ -67,4 +67,4 @@ class Replica:
         }
 
     def _cut(self, name: str, whole: torch.Tensor, shard: int) -> torch.Tensor:
-        return self.pieces[name].cut(shard, self.inside.size)(whole)
+        return self.pieces[name].cut(whole, shard, self.inside.size)
