@@ -130,23 +130,6 @@ def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimize
     assert member.agreed()
 
 
-# Algorithms
-
-
-@in_each_member(2)
-def test_what_powersgd_did_not_carry_is_residual(member: Member) -> None:
-    """What all members got, plus the mean residual, is the exact mean of the models."""
-    alone = new_model()
-    train(alone, new_optimizer(alone), range(4), member.rank)
-    with member.local(every_steps=4, algorithm=POWER) as local:
-        member.train(4)
-    residual = member.residual(local)
-    gap = flat(member.model) + residual - member.gathered(flat(alone)).mean(0)
-    assert residual.norm() > 1e-3
-    assert gap.norm() < 1e-5 * residual.norm() + 1e-6
-    assert local.stats().compression_ratio > 20
-
-
 # Skipped steps, disagreement, values that are not finite
 
 
@@ -179,44 +162,12 @@ def test_a_step_that_one_scaler_skips_counts(member: Member, kind: str) -> None:
     assert len(taken) == (7 if kind == "scaled" and member.rank == 0 else 8)
 
 
-@in_each_member(2)
-def test_without_the_scaler_a_skipped_step_is_an_error_on_all_members_that_names_the_remedy(
-    member: Member,
-) -> None:
-    scaler = GradScaler("cpu", init_scale=2.0**8)
-    at_steps = "ranks are at different steps (0: 7, 1: 8)"
-    with refused(StepError, at_steps, "grad_scaler="), member.local(every_steps=4):
-        for step in range(8):
-            scaled_step(member, scaler, step)
-
-
-def of_two_optimizers(member: Member) -> list[torch.optim.Optimizer]:
-    """Two that share the model; the second one is the member's."""
-    first, *others = member.model.parameters()
-    member.optimizer = torch.optim.SGD(others, lr=0.05)
-    return [torch.optim.AdamW([first], lr=0.01), member.optimizer]
-
-
-@in_each_member(2)
-def test_of_another_optimizer_under_the_same_scaler_steps_do_not_count(member: Member) -> None:
-    optimizers, scaler = of_two_optimizers(member), GradScaler("cpu", init_scale=2.0)
-    with member.local(every_steps=2, grad_scaler=scaler) as local:
-        for step in range(4):
-            member.model.zero_grad()
-            loss = member.model(batch_of(step, member.rank)).square().mean()
-            torch.autograd.backward(scaler.scale(loss))
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-    assert (local.steps, local.stats().messages) == (4, 2)
-
-
 @pytest.mark.parametrize(("every_steps", "hierarchical"), [(2, True), (4, False), (100, False)])
 @in_each_member(4)
 def test_different_numbers_of_batches_are_an_error_on_all_members(
     member: Member, every_steps: int, hierarchical: bool
 ) -> None:
-    told = ["ranks are at different steps", "1: 3", "uneven inputs"]
+    told = ["ranks are at different steps", "1: 3", "grad_scaler=", "uneven inputs"]
     with (
         refused(StepError, *told, "thinwire.join(local)"),
         member.local(every_steps=every_steps, subgroup=member.pair if hierarchical else None),
@@ -436,15 +387,21 @@ def _kinds(member: Member, algorithm: Algorithm) -> dict[str, Tensor]:
 def test_of_two_optimizers_both_are_given_or_the_one_that_steps_last(
     member: Member, are_both_given: bool
 ) -> None:
-    optimizers = of_two_optimizers(member)
-    given = optimizers if are_both_given else member.optimizer
-    with LocalSGD(member.model, given, every_steps=2, replicas=member.transport):
+    """Under one scaler, too, the other's steps do not count."""
+    first, *others = member.model.parameters()
+    optimizers = [torch.optim.AdamW([first], lr=0.01), torch.optim.SGD(others, lr=0.05)]
+    given, scaler = optimizers[0 if are_both_given else 1 :], GradScaler("cpu", enabled=not are_both_given)
+    settings: dict[str, Any] = {"replicas": member.transport, "grad_scaler": scaler}
+    with LocalSGD(member.model, given, every_steps=2, **settings) as local:
         for step in range(4):
             member.model.zero_grad()
-            torch.autograd.backward(member.model(batch_of(step, member.rank)).square().mean())
+            loss = member.model(batch_of(step, member.rank)).square().mean()
+            torch.autograd.backward(scaler.scale(loss))
             for optimizer in optimizers:
-                optimizer.step()
+                scaler.step(optimizer)
+            scaler.update()
             assert member.agreed() == (step % 2 == 1)
+    assert (local.steps, local.stats().messages) == (4, 2)
 
 
 @in_each_member(2)

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from members import NESTEROV, Member, in_each_member
 from thinwire import Streaming
 from thinwire.errors import StepError
-from thinwire.local_sgd.averaged_model import Replica
 from thinwire.local_sgd.fragment import Averaged
+from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import saved_outer
 from thinwire.local_sgd.schedule import Schedule
 from training import flat, new_model, refused

@@ -121,14 +121,9 @@ OUTER = "ConfigError: outer must be a thinwire.Nesterov or a function that makes
 # What some do, or the settings that they give.
 MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "every_steps": ({"every_steps": 0}, "ConfigError: every_steps must be a whole number of at least 1"),
-    "warm-up": (lambda _: Warmup(-1), "ConfigError: steps must be a whole number of at least 0"),
     "no warm-up": (
         lambda _: Warmup(0, AllReduce()),
         "ConfigError: algorithm=AllReduce() is for the warm-up, which has 0 steps",
-    ),
-    "buffers": (
-        lambda _: Streaming(average_buffers=2),  # type: ignore[arg-type]
-        "ConfigError: average_buffers must be True or False",
     ),
     "algorithm": ({"algorithm": "PowerSGD"}, "ConfigError: expected an algorithm such as"),
     "no module": (with_model([1]), "ConfigError: expected a torch.nn.Module"),
@@ -161,7 +156,6 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
         lambda member: member.local(outer=lambda each: torch.optim.SGD(each[:1], lr=1.0)).__enter__(),
         "ConfigError: outer must make an optimizer of all the tensors",
     ),
-    "scaler": ({"grad_scaler": 1.0}, "ConfigError: grad_scaler must be"),
     "zero without DDP": (
         {"warmup": Warmup(on_nonfinite="zero")},
         'ConfigError: on_nonfinite="zero" is about gradients that a DDP model averages',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -81,19 +80,6 @@ def test_resuming_is_equal_to_the_bit(
     assert member.agreed()
     assert local.stats().steps == resumed.stats().steps == 20
     assert resumed.stats().compression_ratio > 15
-
-
-@in_each_member(2)
-def test_what_was_pending_when_saved_is_averaged_after_resuming(member: Member) -> None:
-    with member.local(every_steps=4) as local:
-        member.train(2)
-        state, saved = local.state_dict(), copy.deepcopy(member.model.state_dict())
-    member.model.load_state_dict(saved)
-    resumed = member.local(every_steps=4)
-    resumed.load_state_dict(state)
-    with resumed:
-        assert not member.agreed()
-    assert member.agreed()
 
 
 def test_the_state_is_the_same_on_all_members() -> None:

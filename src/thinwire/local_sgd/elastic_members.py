@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
-from thinwire.local_sgd.averaged_model import AveragedModel, Replica, replica_of, unwrapped
+from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import Averager, ModelAverager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.groups.group import Group
@@ -30,6 +30,7 @@ from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, 
 from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.model_changes import ModelChanges, engines_of
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
+from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import members_of
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
 from thinwire.sync.precision import full_precision

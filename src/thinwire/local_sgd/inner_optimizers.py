@@ -185,8 +185,9 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
         candidates.append(("its parameters", parameters, parameters_of(holder)))
     for where, owners, value in candidates:
         leaves, sizes = _leaves(value), [parameter.numel() for parameter in owners]
-        if len(leaves) == 1 and isinstance(leaves[0], torch.Tensor) and leaves[0].numel() == sum(sizes):
-            leaves = leaves[0].reshape(-1).split_with_sizes(sizes)
+        first = leaves[0] if len(leaves) == 1 < len(owners) else None
+        if isinstance(first, torch.Tensor) and first.numel() == sum(sizes):  # a flat one of all
+            leaves = first.reshape(-1).split_with_sizes(sizes)
         # They stand for the parameters if there are as many.
         for parameter, tensor in zip(owners, leaves, strict=True) if len(leaves) == len(owners) else ():
             if where == ONLY_READ or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
