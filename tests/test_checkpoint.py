@@ -8,6 +8,7 @@ import resource
 import secrets
 import sys
 import tempfile
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ def test_parameters_added_or_removed() -> None:
         Simulation(POWER, reshaped, num_workers=1).syncs[0].load_state_dict(state, strict=False)
 
 
+@cache
 def trained_state() -> dict[str, Any]:
     simulation = Simulation(POWER, buckets(), num_workers=2)
     ran(simulation, range(3), zeros(), zeros())
@@ -281,14 +283,11 @@ def test_safetensors_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
         save(state, tmp_path / "sync.safetensors")
 
 
-def written(name: str) -> tuple[bytes, dict[str, Any]]:
-    state = trained_state()
+@cache
+def written(name: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        save(state, Path(folder, name))
-        return Path(folder, name).read_bytes(), state
-
-
-FILES = {name: written(name) for name in FORMATS}
+        save(trained_state(), Path(folder, name))
+        return Path(folder, name).read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "a torn page"])
@@ -299,8 +298,7 @@ def test_a_damaged_file_is_refused_or_means_the_same(
     name: str, damage: str, place: float, junk: bytes
 ) -> None:
     """Whole or not at all; but safetensors' format does not tell one number from a different one."""
-    whole, state = FILES[name]
-    data = bytearray(whole)
+    data = bytearray(written(name))
     start = math.floor(place * len(data))
     if damage == "truncated":
         del data[start:]
@@ -317,7 +315,7 @@ def test_a_damaged_file_is_refused_or_means_the_same(
             return
         assert damage != "truncated"
         if name == "sync.pt":
-            assert_same_state(loaded, state)
+            assert_same_state(loaded, trained_state())
 
 
 # Real processes.

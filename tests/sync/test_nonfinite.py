@@ -177,17 +177,15 @@ ADAPTERS: dict[str, Callable[[Any], Averageable]] = {
 }
 
 
-@pytest.mark.parametrize("on_nonfinite", ["zero", "raise"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @in_each_process(2)
-def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
-    adapter: str, on_nonfinite: str
-) -> None:
-    raised, disturbed = _trained(adapter, on_nonfinite, overflow=True)
-    _, healthy = _trained(adapter, on_nonfinite, overflow=False)
-    assert raised == (on_nonfinite == "raise")
-    assert torch.equal(disturbed, healthy)
-    assert are_alike([disturbed])
+def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(adapter: str) -> None:
+    _, healthy = _trained(adapter, "zero", overflow=False)
+    for on_nonfinite in ("zero", "raise"):
+        raised, disturbed = _trained(adapter, on_nonfinite, overflow=True)
+        assert raised == (on_nonfinite == "raise")
+        assert torch.equal(disturbed, healthy)
+        assert are_alike([disturbed])
 
 
 def _trained(adapter: str, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:

@@ -23,7 +23,6 @@ from thinwire.sync.state import (
     SavedState,
     StatePart,
     Tensors,
-    check_model,
     in_memory_order,
     names_in,
     pack,
@@ -68,8 +67,8 @@ class AlgorithmState:
         self.loaded_digest: int | None = None  # of what was loaded last, for processes to compare
         self.unchecked: SavedState | None = None  # loaded, and no one knows yet whether of this model
         self.inter_node, self.partition = inter_node, partition
-        self._num_unseen = 0  # steps of which the host does not know whether they were healthy
-        self._unseen: list[torch.Tensor] = []  # which of them were, or how many
+        self._unseen: list[torch.Tensor] = []  # which steps were healthy
+        self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
 
     # Steps.
 
@@ -84,19 +83,21 @@ class AlgorithmState:
 
     def count_unseen(self, is_healthy: torch.Tensor) -> None:
         """Count a step of which the host does not learn whether it was finite."""
-        self._num_unseen += 1
         # Added up where they are, since to read one makes the host wait; and seldom: each sum is a launch.
         self._unseen.append(is_healthy)
         if len(self._unseen) == COUNTED_TOGETHER:
-            self._unseen = [self._sum_of_healthy()]
+            self._unseen_nonfinite, self._unseen = self._sum_of_unseen(), []
 
     def unseen_nonfinite_steps(self) -> int:
         """Return how many of those were not. Cost: a host synchronisation, if there were any."""
-        return self._num_unseen - int(self._sum_of_healthy()) if self._unseen else 0
+        return int(self._sum_of_unseen())
 
-    def _sum_of_healthy(self) -> torch.Tensor:
+    def _sum_of_unseen(self) -> torch.Tensor | int:
+        if not self._unseen:
+            return self._unseen_nonfinite
         device = self._unseen[-1].device
-        return torch.stack([count.to(device, torch.int64) for count in self._unseen]).sum()
+        are_healthy = torch.stack([is_healthy.to(device) for is_healthy in self._unseen])
+        return (~are_healthy).sum() + self._unseen_nonfinite
 
     def remembered(self) -> Callable[[], None]:
         """Copy all that steps change; return a function that goes back, as if later ones were not made."""
@@ -106,13 +107,13 @@ class AlgorithmState:
             for slot, tensors in self.pending.tensors.items()
         }
         others = Pending(pending, self.pending.owner), set(self.unsynced_names)
-        counts = self.nonfinite_steps, self._num_unseen, list(self._unseen)
+        counts = self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite
         held_ranges = {} if self.partition is None else dict(self.partition.held_ranges)
 
         def go_back() -> None:
             self.memory.restore(memory)
             self.pending, self.unsynced_names = others
-            self.nonfinite_steps, self._num_unseen, self._unseen = counts
+            self.nonfinite_steps, self._unseen, self._unseen_nonfinite = counts
             if self.partition is not None:
                 self.partition.held_ranges = held_ranges
 
@@ -256,16 +257,10 @@ class AlgorithmState:
         if self.partition is not None:
             self.partition.forget()
         self.may_remember, self.torn = True, ""
-        self.nonfinite_steps, self._num_unseen, self._unseen = loaded.skipped_steps, 0, []
+        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.unsynced_names = set() if is_of_all else set(loaded.shapes)
         self.loaded_digest = loaded.digest
         self.unchecked = None if self.all_known else loaded
-
-    def check_loaded(self) -> None:
-        """Refuse a loaded state, at the first step after it, if it turns out to be of a different model."""
-        if self.unchecked is not None:
-            check_model(self.unchecked, self.specs, by_position=True)
-            self.unchecked = None
 
     def add_up_pending(self) -> None:
         """Add up what processes of this machine have loaded, each its part. Collective inside, once."""

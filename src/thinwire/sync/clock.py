@@ -56,9 +56,12 @@ class StepClock:
             waited = traffic.waiting_seconds - waited
             self.arithmetic_seconds += time.perf_counter() - start - waited
 
-    def add_exposed(self, seconds: float) -> None:
-        """Count time for which a host has waited in a step that ends during the next forward pass."""
-        self._exposed_seconds += seconds
+    @contextmanager
+    def exposed(self, traffic: Traffic) -> Iterator[None]:
+        """Count what the host waits within: of steps that end during the next forward pass."""
+        waited = traffic.waiting_seconds
+        yield
+        self._exposed_seconds += traffic.waiting_seconds - waited
 
     def end_step(self) -> None:
         """Note that all means are there."""

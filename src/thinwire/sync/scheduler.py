@@ -120,14 +120,15 @@ class CollectiveScheduler:
             while previous in self._rounds:
                 self._advance_first()
 
-    def _advance_first(self) -> bool:
+    def _advance_first(self, *, sends: bool = True) -> bool:
         """Wait for the round that was sent first, and send what its buckets ask for next, alone."""
         if self._rounds:
-            first = self._rounds.pop(0)
+            first = self._rounds[0]
             bucket = first.tasks[0].bucket
             with profiler_range(f"thinwire: next round of {bucket}"):
                 waiting = self._receive([first], first.tasks, bucket)
-                if waiting:
+                del self._rounds[0]
+                if waiting and sends:
                     self._send(waiting, f"{self.name}, a later round of the bucket of {bucket}")
         return bool(self._rounds)
 
@@ -166,10 +167,8 @@ class CollectiveScheduler:
 
     def collect(self) -> None:
         """Wait for the messages under way, in turn; buckets come to their next ones, not sent yet."""
-        while self._rounds:
-            first = self._rounds.pop(0)
-            with profiler_range(f"thinwire: average of {first.tasks[0].bucket}"):
-                self._receive([first], first.tasks, first.tasks[0].bucket)
+        while self._advance_first(sends=False):
+            pass
 
     def send_last_first(self) -> None:
         """Send what buckets stand at, that of the last bucket first: the next forward pass begins there."""

@@ -15,6 +15,7 @@ from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
 from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, profiler_range
+from thinwire.sync.state import check_model
 from thinwire.sync.streams import refuse_capture
 from thinwire.sync.unused import UnusedParameters
 from thinwire.sync.weights import Share, Weights, multiply
@@ -195,10 +196,12 @@ class Step:
         if waiting:
             # One comparison of the processes for all that are new.
             self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
-        if self._state.unchecked is not None:
+        state = self._state
+        if state.unchecked is not None:
             # If parameters become known bucket by bucket, the state of a different model can't be refused
             # sooner. Nothing has been written yet.
-            self._state.check_loaded()
+            check_model(state.unchecked, state.specs, by_position=True)
+            state.unchecked = None
         for bucket in waiting:
             self._send(bucket)
         if self._reduces:
@@ -257,7 +260,7 @@ class Step:
 
     def collect(self) -> list[Task]:
         """Wait for all first messages; return buckets' tasks, which stand at their second one."""
-        with self._all_sent(), self._exposed():
+        with self._all_sent(), self._clock.exposed(self._traffic):
             self._scheduler.collect()
         return self._scheduler.tasks
 
@@ -268,14 +271,8 @@ class Step:
 
     def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and write it to where its gradients were."""
-        with self._working(are_ready=False), self._exposed():
+        with self._working(are_ready=False), self._clock.exposed(self._traffic):
             self._scheduler.take(task)
-
-    @contextmanager
-    def _exposed(self) -> Iterator[None]:
-        waited = self._traffic.waiting_seconds
-        yield
-        self._clock.add_exposed(self._traffic.waiting_seconds - waited)
 
     def end(self) -> None:
         """End the step, of which all buckets were taken."""
