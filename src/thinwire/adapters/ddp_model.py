@@ -1,7 +1,6 @@
 """Functions to inspect DDP's models and buckets, and to hang a hook on them."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
-import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
+from thinwire.adapters.common import living
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
@@ -152,23 +152,16 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
 
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
-    """Return the DDP models on which a wanted state is registered, with a communication hook.
-
-    Cost: a look at every Python object, 0.2 s for a million of them. A hook is not given its model.
-    """
-    return [model for model in _ddp_models() if any(is_wanted(state) for _, state in comm_hooks(model))]
+    """Return the DDP models on which a wanted state is registered: a hook is not given its model."""
+    models = living(DistributedDataParallel)
+    return [model for model in models if any(is_wanted(state) for _, state in comm_hooks(model))]
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
-    """Return the DDP model that these are parameters of; None if there are several. Cost: as above."""
+    """Return the DDP model that these are parameters of; None if there are several."""
     wanted = set(map(id, parameters))
-    holding = [m for m in _ddp_models() if wanted <= set(map(id, ddp_parameters(m)))]
+    holding = [m for m in living(DistributedDataParallel) if wanted <= set(map(id, ddp_parameters(m)))]
     return holding[0] if len(holding) == 1 else None
-
-
-def _ddp_models() -> list[DistributedDataParallel]:
-    # Look at types: isinstance asks every object for its __class__, which has side effects on proxies.
-    return [candidate for candidate in gc.get_objects() if DistributedDataParallel in type(candidate).__mro__]
 
 
 # Models that can't be attached.
@@ -273,8 +266,11 @@ def check_options(model: DistributedDataParallel) -> None:
 # The hook of a model.
 
 
-def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook, and `guard` the model if it is Thinwire's."""
+def register(holder: object, state: object, hook: Callable[..., Any]) -> None:
+    """Register a communication hook on a DDP model, or the one inside; `guard` it if it is Thinwire's."""
+    model = ddp_inside(holder)
+    if model is None:
+        raise AttachError(wrong_model(holder))
     before, _ = hook_of(model)
     try:
         model.register_comm_hook(state, hook)
