@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -126,19 +124,3 @@ def test_lora_trains_its_small_matrices_alone(reentrant: bool | None) -> None:
     assert apart(ours, trained_with(LOW_RANK, lora=True)) == 0
     assert [not torch.equal(a, b) for a, b in zip(start, ours, strict=True)] == is_trained
     assert all(parameter.isfinite().all() for parameter in ours)
-
-
-@in_each_process(2)
-def test_both_in_a_sharded_model() -> None:
-    results = []
-    for reentrant in (None, False):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        model = Stack(reentrant=reentrant, lora=True)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
-        sync = thinwire.attach(model, Quantize(bits=4), replicas=mesh["replicate"])
-        results.append([each.to_local() for each in trained(model)])  # type: ignore[attr-defined]
-        assert sync.stats().compression_ratio > 1.5
-    assert apart(*results) == 0
-    assert are_alike(results[0])

@@ -87,29 +87,26 @@ def train(model: DistributedDataParallel, optimizer: Optimizer, micro_batches: i
         optimizer.zero_grad()
 
 
+Start = Callable[..., thinwire.GradientSync]
+
+
 def by_both(
-    run: Callable[[DistributedDataParallel, Callable[..., thinwire.GradientSync]], object],
-    steps: int,
-    bits: int = 4,
-    seed: int = 0,
+    run: Callable[[DistributedDataParallel, Start], object], steps: int, bits: int = 4, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return the weights after `run(model, start)`, where `start(optimizers)` attaches, and overlaps."""
     syncs: list[thinwire.GradientSync] = []
 
-    def attach(model: DistributedDataParallel, *_: object, **__: object) -> thinwire.GradientSync:
-        syncs.append(thinwire.attach(model, Quantize(bits=bits), machines=False))
-        return syncs[-1]
-
-    def overlap(
-        model: DistributedDataParallel, optimizer: Any, *, poison: bool = True, **options: Any
-    ) -> thinwire.GradientSync:
-        syncs.append(
-            thinwire.overlap_forward(model, Quantize(bits=bits), optimizer, poison=poison, **options)
-        )
+    def start(model: DistributedDataParallel, optimizers: Any, **options: Any) -> thinwire.GradientSync:
+        algorithm = Quantize(bits=bits)
+        if not syncs:
+            syncs.append(thinwire.attach(model, algorithm, machines=False))
+        else:
+            options = {"poison": True, **options}
+            syncs.append(thinwire.overlap_forward(model, algorithm, optimizers, **options))
         return syncs[-1]
 
     models = [new_model(seed), new_model(seed)]
-    for model, start in zip(models, (attach, overlap), strict=True):
+    for model in models:
         run(model, partial(start, model))
     weights, other = map(flat, models)
     assert are_alike([other])
@@ -124,7 +121,7 @@ def by_both(
 )
 @in_each_process(2)
 def test_numbers_are_those_of_attach(optimizer: str, bits: int, seed: int, micro_batches: int) -> None:
-    def run(model: DistributedDataParallel, start: Callable[..., thinwire.GradientSync]) -> None:
+    def run(model: DistributedDataParallel, start: Start) -> None:
         steps = OPTIMIZERS[optimizer](groups_of(model))
         start(steps)
         train(model, steps, micro_batches)
@@ -151,7 +148,7 @@ def one_step(model: nn.Module, optimizer: Optimizer, step: int = 0) -> None:
 @pytest.mark.parametrize("bits", [4, 2])
 @in_each_process(2)
 def test_gradients_are_clipped_by_the_norm_of_all_means(bits: int) -> None:
-    def run(model: DistributedDataParallel, start: Callable[..., thinwire.GradientSync]) -> None:
+    def run(model: DistributedDataParallel, start: Start) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = start(optimizer, clip_norm=0.1)
         torch.autograd.backward(loss_of(model, 0))
@@ -166,7 +163,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_means(bits: int) -> None:
 
 @in_each_process(2)
 def test_two_optimizers_share_a_model() -> None:
-    def run(model: DistributedDataParallel, start: Callable[..., thinwire.GradientSync]) -> None:
+    def run(model: DistributedDataParallel, start: Start) -> None:
         matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
         rest = [parameter for parameter in model.parameters() if parameter.dim() != 2]
         optimizers = [torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(rest, lr=0.01)]
@@ -314,7 +311,7 @@ def test_a_scheduler_may_be_older_and_a_layer_frozen() -> None:
 
 @in_each_process(2)
 def test_a_pass_without_a_step_is_part_of_the_next_one_or_dropped() -> None:
-    def run(model: DistributedDataParallel, start: Callable[..., thinwire.GradientSync]) -> None:
+    def run(model: DistributedDataParallel, start: Start) -> None:
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         start(optimizer, poison=False)
         torch.autograd.backward(loss_of(model, 0))
