@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -281,11 +282,13 @@ def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
 
 
 @every_entry
-def test_settings_are_frozen_and_comparable(entry: Entry) -> None:
+def test_settings_are_frozen_and_stay_equal_as_copies(entry: Entry) -> None:
     with pytest.raises(AttributeError):
         entry.algorithm.matrix_rank = 3  # type: ignore[attr-defined]
-    assert replace(entry.algorithm) == entry.algorithm  # type: ignore[type-var]
-    assert hash(replace(entry.algorithm)) == hash(entry.algorithm)  # type: ignore[type-var]
+    algorithm: Any = entry.algorithm
+    for same in (copy.deepcopy(algorithm), pickle.loads(pickle.dumps(algorithm)), replace(algorithm)):
+        assert same == algorithm
+        assert hash(same) == hash(algorithm)
 
 
 def assert_same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -28,11 +28,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
-from thinwire.kernels.dispatch import (
-    code_kernels_for,
-    entry_kernels_for,
-    kernels_for,
-)
+from thinwire.kernels.dispatch import code_kernels_for, entry_kernels_for, kernels_for
 from thinwire.kernels.matrices import Rows, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK

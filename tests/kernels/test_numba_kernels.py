@@ -190,7 +190,7 @@ def test_compiled_code_reads_only_what_it_may(tensor: torch.Tensor) -> None:
 @pytest.mark.usefixtures("one_for_all")
 @pytest.mark.parametrize(
     "algorithm",
-    [Quantize(bits=4), Quantize(bits=2, error_feedback=True), TopK(), PowerSGD(matrix_rank=4)],
+    [Quantize(bits=2, error_feedback=True), TopK(), PowerSGD(matrix_rank=4)],
     ids=str,
 )
 def test_steps_leave_nothing_behind(algorithm: Algorithm) -> None:
@@ -201,7 +201,7 @@ def test_steps_leave_nothing_behind(algorithm: Algorithm) -> None:
     tracemalloc.start()
     try:
         for _ in range(2):
-            for _ in range(10):
+            for _ in range(5):
                 assert sim.step(gradients)
             gc.collect()
             snapshot = tracemalloc.take_snapshot()

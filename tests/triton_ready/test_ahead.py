@@ -138,17 +138,8 @@ def test_what_is_launched_compiles_without_a_warning(architecture: int, ranks: l
     compiled = json.loads(run_apart("launched.py", str(architecture), json.dumps(ranks)))
     kernels = {each.partition(" ")[0].partition(".")[2] for each in compiled}
     assert kernels >= {"products", "projections", "add_splits", "reconstruct", "write", "finite", "gram"}
-    assert kernels >= {
-        "probe",
-        "encode",
-        "average",
-        "decode",
-        "decode_and_keep",
-        "select",
-        "pack",
-        "unpack",
-        "merge",
-    }
+    assert kernels >= {"probe", "encode", "average", "decode", "decode_and_keep"}
+    assert kernels >= {"select", "pack", "unpack", "merge"}
     # Each rank has two types, and matrices that are not aligned.
     assert sum("reconstruct" in each for each in compiled) == 3 * len(ranks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -68,20 +69,21 @@ def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codeb
     return torch.sub(values, rest, out=rest)
 
 
-def code_kernels(
-    encoded: Callable[[torch.Tensor, Blocks, Codebook, RandomBits | None], Coded],
-    averaged: Callable[[MeanArgs], Coded],
-    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None],
-    remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor],
-) -> CodeKernels:
-    """Return kernels of gradients of any type, made of a decoder and a remainder of fp32 and fp64."""
+Decode: TypeAlias = Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
+Remainder: TypeAlias = Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor]
 
-    def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        values = flat if flat.dtype == wide else torch.empty_like(flat, dtype=wide)
-        decode(coded, blocks, codebook, values)
-        if values is not flat:
-            round_into(flat, values, None, None)
+
+def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+    """Decode into gradients of any type."""
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    values = flat if flat.dtype == wide else torch.empty_like(flat, dtype=wide)
+    decode(coded, blocks, codebook, values)
+    if values is not flat:
+        round_into(flat, values, None, None)
+
+
+def keeping(remainder: Remainder, decode: Decode) -> Callable[[ResidualArgs], torch.Tensor]:
+    """Return a function that decodes and keeps a residual, made of those that do either in fp32 and fp64."""
 
     def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
         coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
@@ -97,10 +99,10 @@ def code_kernels(
             round_into(flat, values, rest, None)
         return rest if loss_scale is None else rest.div_(loss_scale)
 
-    return CodeKernels(encoded, averaged, decode_rounded, decode_and_keep)
+    return decode_and_keep
 
 
-CODES = code_kernels(encoded, averaged, decode, remainder)
+CODES = CodeKernels(encoded, averaged, decode_rounded, keeping(remainder, decode))
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, MeanArgs, Tables
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows
+from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tables
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, round_into
 from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
 from thinwire.kernels.torch_entries import ENTRIES
@@ -138,8 +138,11 @@ def averaged(item: MeanArgs) -> Coded:
 
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Write all numbers once."""
-    code_passes.decode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
+    """Write all numbers once; those of 16 bits are rounded."""
+    values = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
+    code_passes.decode(values.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
+    if values is not flat:
+        round_into(flat, values, None, None)
 
 
 def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
@@ -171,6 +174,6 @@ TABLES = Tables(
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
-    torch_codes.code_kernels(encoded, averaged, decode, remainder),
+    CodeKernels(encoded, averaged, decode, torch_codes.keeping(remainder, decode)),
     ENTRIES,
 )
