@@ -20,20 +20,18 @@ from thinwire.comm.metered import Metered, Note, Recording, Traffic, wire_bytes
 from thinwire.comm.p2p import round_trips_over_gloo
 from thinwire.comm.process_group import (
     ProcessGroupTransport,
-    alone,
     checked_group,
     future_of,
     group_of,
     over_connections,
     own_subgroup,
 )
-from thinwire.comm.transport import Collective, CombinedWork, CompletedWork, Message, Transport, Work
+from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
 
 __all__ = [
     "CALL",
     "Collective",
     "CombinedWork",
-    "CompletedWork",
     "Description",
     "InProcessTransport",
     "Layout",
@@ -47,7 +45,6 @@ __all__ = [
     "Transport",
     "Work",
     "agree",
-    "alone",
     "checked_group",
     "copy_from",
     "future_of",
