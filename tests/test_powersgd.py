@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 import thinwire
 from processes import Spawn, in_each_process
 from reference_powersgd import ReferencePowerSGD
-from thinwire.algorithms import Algorithm, Quantize
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.factors import random_rows
 from thinwire.powersgd import Aggregator, AlgorithmAggregator, AllReduce, Config, PowerSGD, optimizer_step
@@ -43,11 +43,9 @@ def backward(model: nn.Module, step: int, process_rank: int, dtype: torch.dtype 
     torch.autograd.backward(loss_of(model, step, process_rank, dtype))
 
 
-def train(
-    model: nn.Module, aggregator: Aggregator, steps: range, optimizer: torch.optim.Optimizer | None = None
-) -> Tensor:
+def train(model: nn.Module, aggregator: Aggregator, steps: range) -> Tensor:
     """The parameters afterwards."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if optimizer is None else optimizer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps:
         backward(model, step, dist.get_rank() if dist.is_initialized() else 0)
         assert optimizer_step(optimizer, aggregator)
@@ -68,29 +66,27 @@ def test_the_config_has_the_references_names_and_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("matrix_rank", "iterations", "start_after"),
-    [(1, 1, 0), (3, 1, 2), (1, 2, 2), (3, 2, 0), (1, 3, 0), (3, 3, 2)],
+    ("matrix_rank", "iterations", "start_after"), [(1, 1, 0), (3, 1, 2), (3, 2, 0), (1, 3, 0)]
 )
 @in_each_process(2)
 def test_the_same_as_a_plain_float64_reference(matrix_rank: int, iterations: int, start_after: int) -> None:
     """Direct `aggregate` calls, so that the errors left in the input are compared as well."""
-    config = Config(matrix_rank, 1.5, iterations, start_after)
     shapes = [tuple(p.shape) for p in new_model().parameters()]
-    powersgd = PowerSGD([torch.zeros(shape) for shape in shapes], config)
+    powersgd = PowerSGD(map(torch.zeros, shapes), Config(matrix_rank, 1.5, iterations, start_after))
     bases = {
-        index: random_rows(0, (min(config.rank, shape[0]), shape[0]), torch.device("cpu")).T.double().numpy()
+        index: random_rows(0, (min(matrix_rank, shape[0]), shape[0]), torch.device("cpu")).T.double().numpy()
         for index, shape in enumerate(shapes)
         if len(shape) > 1
     }
-    reference = ReferencePowerSGD(shapes, *config[:1], config[2], config[1], config[3], bases)
+    reference = ReferencePowerSGD(shapes, matrix_rank, iterations, 1.5, start_after, bases)
     own = [torch.zeros(shape) for shape in shapes]
     theirs = [[torch.zeros(shape, dtype=torch.float64).numpy() for shape in shapes] for _ in range(2)]
     for step in range(6):
-        for process_rank in range(2):
+        for process_rank, kept in enumerate(theirs):
             generator = torch.Generator().manual_seed(100 * step + process_rank)
             for index, shape in enumerate(shapes):
                 gradient = torch.randn(shape, generator=generator)
-                theirs[process_rank][index] += gradient.double().numpy()
+                kept[index] += gradient.double().numpy()
                 if process_rank == dist.get_rank():
                     own[index] += gradient
         got = [*powersgd.aggregate(own), *own]
@@ -125,20 +121,16 @@ def test_every_type_with_and_without_zero_grad(dtype: torch.dtype) -> None:
     assert torch.equal(ends[0], ends[2])
 
 
-@pytest.mark.parametrize("algorithm", [None, Quantize(bits=4)], ids=str)
 @in_each_process(4)
-def test_a_machine_of_two_processes_sends_once(algorithm: Algorithm | None) -> None:
+def test_a_machine_of_two_processes_sends_once() -> None:
     sent = []
     for machines in (PAIRS, False):
         model = new_model()
-        if algorithm is None:
-            aggregator: AlgorithmAggregator = PowerSGD(model.parameters(), AT_ONCE, machines=machines)
-        else:
-            aggregator = AlgorithmAggregator(model.parameters(), algorithm, machines=machines)
-        train(model, aggregator, range(3))
+        powersgd = PowerSGD(model.parameters(), AT_ONCE, machines=machines)
+        train(model, powersgd, range(3))
         assert agreed(model)
-        assert aggregator.stats().compression_ratio > 2
-        sent.append(aggregator.stats().message_bytes)
+        assert powersgd.stats().compression_ratio > 2
+        sent.append(powersgd.stats().message_bytes)
     # Each of the two processes of a machine sends, if each sends by itself.
     assert 0 < 1.9 * sent[0] < 2 * sent[1]
 
@@ -146,16 +138,14 @@ def test_a_machine_of_two_processes_sends_once(algorithm: Algorithm | None) -> N
 @in_each_process(2)
 def test_all_reduce_is_plain_data_parallel() -> None:
     model, single = new_model(), new_model()
-    alone, aggregator = torch.optim.SGD(single.parameters(), lr=0.05), AllReduce()
-    train(model, aggregator, range(3))
+    alone = torch.optim.SGD(single.parameters(), lr=0.05)
+    train(model, AllReduce(), range(3))
     for step in range(3):
         alone.zero_grad()
         for process_rank in range(2):
             torch.autograd.backward(loss_of(single, step, process_rank) / 2)
         alone.step()
     assert (flat(model) - flat(single)).abs().max() < 1e-6
-    assert aggregator._aggregator is not None
-    assert aggregator._aggregator.stats().message_bytes >= 3 * 4 * flat(model).numel()
 
 
 @in_each_process(2)
@@ -219,26 +209,24 @@ def test_facts_14_unused_parameters() -> None:
     assert agreed(model)
 
 
-@pytest.mark.parametrize("processes", [0, 2, 3])
+@pytest.mark.parametrize("processes", [0, 2, 4])
 def test_saved_and_resumed_bit_equal(spawn: Spawn, processes: int) -> None:
     """Without a process group as well."""
-    if processes == 0:
+    if processes:
+        spawn(processes, _resumed)
+    else:
         assert not dist.is_initialized()
         _resumed()
-    else:
-        spawn(processes, _resumed)
 
 
 def _resumed() -> None:
-    model = new_model()
+    model, file = new_model(), io.BytesIO()
     powersgd = PowerSGD(model.parameters(), AT_ONCE)
     train(model, powersgd, range(3))
-    file = io.BytesIO()
     torch.save(powersgd.state_dict(), file)
-    file.seek(0)
     other = copy.deepcopy(model)
     other_powersgd = PowerSGD(other.parameters(), AT_ONCE)
-    other_powersgd.load_state_dict(torch.load(file, weights_only=True))
+    other_powersgd.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     assert torch.equal(train(model, powersgd, range(3, 6)), train(other, other_powersgd, range(3, 6)))
     assert powersgd.step_counter == other_powersgd.step_counter == 6
     assert other_powersgd.stats().compression_ratio > 2
@@ -276,11 +264,12 @@ def test_a_non_finite_gradient_skips_the_step_on_all(kind: str) -> None:
     assert scaler.get_scale() == (2.0**9 if kind == "GradScaler" else 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1024.0], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    ("processes", "dtype", "scale"),
+    [(2, torch.float32, 1), (2, torch.bfloat16, 1024), (4, torch.bfloat16, 1), (4, torch.float32, 1024)],
+)
 def test_fed_back_by_the_caller_nothing_is_lost_or_counted_twice(
-    spawn: Spawn, dtype: torch.dtype, scale: float, processes: int
+    spawn: Spawn, processes: int, dtype: torch.dtype, scale: float
 ) -> None:
     """Also by four processes on two machines, of which each keeps a part of the residual."""
     spawn(processes, _fed_back, dtype, scale)
@@ -338,7 +327,8 @@ def test_an_aggregator_of_ones_own_keeps_the_references_contract() -> None:
 @pytest.mark.parametrize(
     ("num_batches", "divide_by_initial", "algorithm"),
     [
-        *((batches, by_initial, None) for batches in ((0, 12), (9, 2)) for by_initial in (True, False)),
+        ((0, 12), True, None),
+        ((9, 2), False, None),
         ((3, 5), True, thinwire.Quantize(bits=2, error_feedback=True)),
         ((3, 5), True, thinwire.TopK(density=0.1, error_decay=1.0, merge="members")),
     ],
@@ -356,28 +346,27 @@ def test_uneven_inputs(
     layer = nn.Linear(40, 30, bias=False)
     start = layer.weight.detach().clone()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    powersgd = (
-        PowerSGD(layer.parameters(), AT_ONCE)
-        if algorithm is None
-        else AlgorithmAggregator(layer.parameters(), algorithm)
-    )
+    if algorithm is None:
+        aggregator: AlgorithmAggregator = PowerSGD(layer.parameters(), AT_ONCE)
+    else:
+        aggregator = AlgorithmAggregator(layer.parameters(), algorithm)
     own_batches, most = num_batches[dist.get_rank()], max(num_batches)
-    with thinwire.join(powersgd, divide_by_initial):
+    with thinwire.join(aggregator, divide_by_initial):
         for step in range(own_batches):
             layer.weight.grad = noise((30, 40), step, dist.get_rank())
-            optimizer_step(optimizer, powersgd)
+            optimizer_step(optimizer, aggregator)
     true = torch.zeros(30, 40, dtype=torch.float64)
     for step in range(most):
         contributors = [index for index, batches in enumerate(num_batches) if step < batches]
         divisor = 2 if divide_by_initial else len(contributors)
         true += sum(noise((30, 40), step, index).double() for index in contributors) / divisor
     applied = (start - layer.weight.detach()).double()
-    residual = dict(powersgd.state_dict()["error"])["parameter[0]"]
+    residual = dict(aggregator.state_dict()["error"])["parameter[0]"]
     assert residual.norm() > 0
     assert own_batches < most or (applied + residual - true).norm() < 1e-5 * true.norm()
     assert agreed(layer)
-    assert powersgd.stats().steps == most
-    assert powersgd.stats().compression_ratio > 4
+    assert aggregator.stats().steps == most
+    assert aggregator.stats().compression_ratio > 4
 
 
 @in_each_process(2)
@@ -402,58 +391,37 @@ def test_a_setting_that_differs_is_named_as_it_was_typed() -> None:
 
 def of_three(config: Any = AT_ONCE, **options: Any) -> PowerSGD:
     """Over one parameter of three elements."""
-    return PowerSGD([torch.ones(3)], config, **options)
+    return PowerSGD([nn.Parameter(torch.ones(3))], config, **options)
 
 
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "rank 0": (lambda: of_three(Config(rank=0)), "^rank must be .* got 0"),
-    "rank as text": (lambda: of_three(Config(rank="4")), "^rank must be .* got '4'"),  # type: ignore[arg-type]
-    "a rate below 0": (
-        lambda: of_three(Config(1, min_compression_rate=-1)),
-        "^min_compression_rate must be .* got -1",
-    ),
-    "no iterations": (
-        lambda: of_three(Config(1, num_iters_per_step=0)),
-        "^num_iters_per_step must be .* got 0",
-    ),
-    "half a step": (
-        lambda: of_three(Config(1, start_compressing_after_num_steps=0.5)),  # type: ignore[arg-type]
-        "^start_compressing_after_num_steps must be .* got 0.5",
-    ),
-    "no config": (lambda: of_three({"rank": 1}), "Config"),
-    "no parameters": (lambda: PowerSGD([], AT_ONCE), "got none"),
-    "a tensor": (lambda: PowerSGD(torch.ones(3), AT_ONCE), "got Tensor"),
-    "names": (lambda: PowerSGD(["weight"], AT_ONCE), "got a str among them"),  # type: ignore[list-item]
-    "a parameter twice": (lambda: PowerSGD([torch.ones(3)] * 2, AT_ONCE), "more than once"),
-    "a scaler that is none": (lambda: of_three(grad_scaler=2.0), "grad_scaler.*2.0"),
-    "too few gradients": (
-        lambda: PowerSGD([torch.ones(3), torch.ones(2)], AT_ONCE).aggregate([torch.ones(3)]),
-        "expected 2 gradients, one for each parameter, got 1",
-    ),
-    "a different shape": (
-        lambda: of_three().aggregate([torch.ones(4)]),
-        r"gradient 0 has shape \(4,\), its parameter \(3,\)",
-    ),
-    "a sparse gradient": (lambda: of_three().aggregate([torch.ones(3).to_sparse()]), "sparse=False"),
-    "not an aggregator": (
-        lambda: optimizer_step(torch.optim.SGD([torch.ones(3)]), thinwire.PowerSGD()),  # type: ignore[arg-type]
-        "expected an Aggregator",
-    ),
-    "parameters of a different model": (
-        lambda: optimizer_step(
-            torch.optim.SGD([nn.Parameter(torch.ones(3))]), PowerSGD([nn.Parameter(torch.ones(3))], AT_ONCE)
-        ),
-        "the optimizer has 1 parameters that are not the aggregator's, the aggregator 1",
-    ),
-}
+def stepped(aggregator: Any) -> bool:
+    return optimizer_step(torch.optim.SGD([nn.Parameter(torch.ones(3))]), aggregator)
 
 
-@pytest.mark.parametrize("name", BAD)
+MISTAKES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: of_three(Config(rank=0)), "^rank must be .* got 0"),
+    (lambda: of_three(Config(1, -1)), "^min_compression_rate must be .* got -1"),
+    (lambda: of_three(Config(1, 2, 0)), "^num_iters_per_step must be .* got 0"),
+    (lambda: of_three(Config(1, 2, 1, 0.5)), "^start_compressing_after_num_steps must be .* got 0.5"),  # type: ignore[arg-type]
+    (lambda: of_three({"rank": 1}), "Config"),
+    (lambda: PowerSGD([], AT_ONCE), "got none"),
+    (lambda: PowerSGD(torch.ones(3), AT_ONCE), "got Tensor"),
+    (lambda: PowerSGD(["weight"], AT_ONCE), "got a str among them"),  # type: ignore[list-item]
+    (lambda: PowerSGD([torch.ones(3)] * 2, AT_ONCE), "more than once"),
+    (lambda: of_three(grad_scaler=2.0), "grad_scaler.*2.0"),
+    (lambda: of_three().aggregate([]), "expected 1 gradients, one for each parameter, got 0"),
+    (lambda: of_three().aggregate([torch.ones(4)]), r"gradient 0 has shape \(4,\), its parameter \(3,\)"),
+    (lambda: of_three().aggregate([torch.ones(3).to_sparse()]), "sparse=False"),
+    (lambda: stepped(thinwire.PowerSGD()), "expected an Aggregator"),
+    (lambda: stepped(of_three()), "1 parameters that are not the aggregator's, the aggregator 1"),
+]
+
+
 @in_each_process(2)
-def test_mistakes_are_refused_at_once(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(thinwire.ThinwireError, match=message):
-        call()
+def test_mistakes_are_refused_at_once() -> None:
+    for call, message in MISTAKES:
+        with pytest.raises(thinwire.ThinwireError, match=message):
+            call()
 
 
 @in_each_process(2)
@@ -467,31 +435,31 @@ def test_unscaled_too_early_is_told() -> None:
         optimizer_step(optimizer, powersgd)
 
 
-def aggregated(config: Config, dtype: torch.dtype = torch.float32) -> tuple[PowerSGD, list[list[Tensor]]]:
+def aggregated(
+    config: Config, dtype: torch.dtype = torch.float32
+) -> tuple[PowerSGD, list[Tensor], list[Tensor], list[Tensor]]:
     """By this process alone: what was given, the means, and what was left in the input."""
     assert not dist.is_initialized()
     parameters = list(new_model(dtype).parameters())
     gradients = [torch.randn_like(parameter) for parameter in parameters]
     given = [gradient.clone() for gradient in gradients]
     powersgd = PowerSGD(parameters, config)
-    return powersgd, [given, powersgd.aggregate(gradients), gradients]
+    return powersgd, given, powersgd.aggregate(gradients), gradients
 
 
 def test_without_a_process_group_whole_gradients_come_back_and_nothing_is_left() -> None:
     """The reference's own test_no_compression_in_the_beginning."""
-    config = Config(1, min_compression_rate=10, start_compressing_after_num_steps=2)
-    powersgd, (given, means, left) = aggregated(config)
+    powersgd, given, means, left = aggregated(Config(1, 10, start_compressing_after_num_steps=2))
     assert all(map(torch.equal, means, given))
-    assert not any(each.any() for each in left)
+    assert not any(rest.any() for rest in left)
     assert powersgd.step_counter == 1
 
 
 def test_without_a_process_group_what_is_missed_is_left() -> None:
     """The reference's own test_error_feedback_mechanism, in float64 as it is there."""
-    config = Config(2, min_compression_rate=1.5, num_iters_per_step=3, start_compressing_after_num_steps=0)
-    powersgd, (given, means, left) = aggregated(config, torch.float64)
+    powersgd, given, means, left = aggregated(Config(2, 1.5, 3, 0), torch.float64)
     torch.testing.assert_close([mean + rest for mean, rest in zip(means, left, strict=True)], given)
-    assert sum(bool(each.any()) for each in left) >= 3
+    assert sum(bool(rest.any()) for rest in left) >= 3
     assert powersgd.stats().compression_ratio > 1.5
 
 
@@ -514,32 +482,24 @@ def test_a_process_group_that_is_missing_or_made_later_is_told(monkeypatch: pyte
 
 
 # Layers of ResNet-50.
-SHAPES = [
-    (64, 3, 7, 7),
-    (64,),
-    (64, 64, 1, 1),
-    (64, 64, 3, 3),
-    (256, 64, 1, 1),
-    (512, 512, 3, 3),
-    (1000, 2048),
-]
+SHAPES = [(64, 3, 7, 7), (64,), (64, 64, 1, 1), (64, 64, 3, 3), (512, 512, 3, 3), (1000, 2048)]
 
 
-@pytest.mark.parametrize("matrix_rank", [1, 4, 16, 32, 64])
-@pytest.mark.parametrize(("rate", "iterations"), [(2, 1), (10, 2), (40, 4), (0, 1)])
+@pytest.mark.parametrize(("rate", "iterations"), [(2, 1), (40, 4), (0, 1)])
 def test_the_matrices_of_resnet_50_are_compressed_that_the_reference_compresses(
-    matrix_rank: int, rate: float, iterations: int
+    rate: float, iterations: int
 ) -> None:
     """By its own formula, which counts convolutions by their four sizes."""
     parameters = [torch.empty(shape, device="meta") for shape in SHAPES]
-    powersgd = PowerSGD(parameters, Config(matrix_rank, rate, iterations))
-    counted = [0.5 * iterations * min(matrix_rank, *shape) * sum(shape) for shape in SHAPES]
-    expected = [
-        len(shape) > 1 and torch.Size(shape).numel() / elements > rate
-        for shape, elements in zip(SHAPES, counted, strict=True)
-    ]
-    assert [route.is_compressed for route in powersgd.plan.routes] == expected
-    assert any(expected)
+    for rank in (1, 4, 16, 64):
+        routes = PowerSGD(parameters, Config(rank, rate, iterations)).plan.routes
+        counted = [0.5 * iterations * min(rank, *shape) * sum(shape) for shape in SHAPES]
+        expected = [
+            len(shape) > 1 and torch.Size(shape).numel() / elements > rate
+            for shape, elements in zip(SHAPES, counted, strict=True)
+        ]
+        assert [route.is_compressed for route in routes] == expected
+        assert any(expected)
 
 
 @in_each_process(2)

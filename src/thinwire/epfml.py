@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,9 @@ from thinwire import algorithms
 from thinwire.adapters.tensors import GradientListAdapter, Gradients
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRankRoute, translated
 from thinwire.checks import checked_scaler, shown
-from thinwire.comm import Layout
 from thinwire.errors import ConfigError, StepError
 from thinwire.plan import ParameterSpec, Plan
-from thinwire.sync.settings import HostCheck, OnNonfinite, checked_on_nonfinite
+from thinwire.sync.settings import StepOptions, checked_on_nonfinite
 from thinwire.sync.stats import Stats
 from thinwire.sync.weights import Weight, checked_weight
 from thinwire.torch_private import was_unscaled
@@ -41,10 +40,9 @@ class Config(NamedTuple):
         rank: Matrix rank of the factors; lower is fewer bytes.
         min_compression_rate: A matrix is compressed only if its elements are more than this times
             0.5 · num_iters_per_step · rank · sum(shape), with a rank of at most the smallest size in the
-            shape. For a matrix those are the elements sent in a step; for a convolution, which is counted by
-            its own shape as the reference does, more are sent. (Gradients of 16 bits, whose factors have
-            32, count half. With a rate of 1 or more, gradients that would not shrink all together travel
-            uncompressed.)
+            shape: for a matrix the elements sent in a step, for a convolution fewer, as with the reference.
+            (Gradients of 16 bits, whose factors have 32, count half. With a rate of 1 or more, gradients that
+            would not shrink all together travel uncompressed.)
         num_iters_per_step: Rounds per step. Each sends one factor of what the ones before left over,
             left and right in turn, and their results add up.
         start_compressing_after_num_steps: Steps at the start that average uncompressed gradients.
@@ -56,14 +54,11 @@ class Config(NamedTuple):
     start_compressing_after_num_steps: int = 100
 
 
-class AggregatorOptions(TypedDict, total=False):
+class AggregatorOptions(StepOptions, total=False):
     """Options that aggregators over all of a model's parameters take by name."""
 
     process_group: dist.ProcessGroup | None
     grad_scaler: GradScaler | None
-    host_check: HostCheck
-    on_nonfinite: OnNonfinite
-    machines: Layout
     weight: Weight | None
 
 
@@ -80,14 +75,12 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
             in unscaled units, and `optimizer_step` steps through the scaler.
             `host_check`: As of `thinwire.attach`, but True by default. Without it `optimizer_step` can't skip
             a step that is not finite: give a `GradScaler`, which does, or "zero" for the means.
-            `on_nonfinite`: What `aggregate` returns if a mean is not finite: NaN, or zeros ("zero"); or it
-            raises `NonfiniteError` ("raise"), as `optimizer_step` does. Otherwise `optimizer_step` skips the
-            step, on all processes; with "nan" only if the algorithm keeps a residual: otherwise only a
-            `GradScaler` looks at the means.
-            `machines`: Which processes share a machine, as of `thinwire.attach`, but by default each process
-            sends by itself, as with the reference. With True, what leaves a machine leaves it once.
-            `weight`: By how much this process counts in the means, as of `thinwire.attach`. A direct
-            `aggregate` then leaves zeros in its input, and keeps the residual here.
+            `on_nonfinite`: What `aggregate` returns if a mean is not finite: NaN, or zeros ("zero"); with
+            "raise" both raise `NonfiniteError`. Otherwise `optimizer_step` skips the step, on all processes;
+            with "nan" only if the algorithm keeps a residual: else only a `GradScaler` looks at the means.
+            `machines`: As of `thinwire.attach`, but False by default, as with the reference.
+            `weight`: As of `thinwire.attach`. A direct `aggregate` then leaves zeros in its input, and keeps
+            the residual here.
 
     A direct `aggregate` leaves the residual in its input, to be added in full to what comes next: the
     `error_decay` of `TopK` needs `optimizer_step`.
@@ -123,9 +116,9 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
     def aggregate(self, gradients: Gradients) -> list[Any]:
         """Return the mean gradients; leave the residual in the input, which the next gradients are added to.
 
-        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. The
-        part of the error that 16-bit gradients can't hold is kept here. State that is saved does not hold
-        what is in your tensors: to save and resume, use `optimizer_step`.
+        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. What
+        16-bit gradients can't hold of it is kept here. What is in your tensors is not in the state: to save
+        and resume, use `optimizer_step`.
 
         Args:
             gradients: One for each parameter, None if it has none on this process; written.
@@ -228,9 +221,7 @@ class PowerSGD(AlgorithmAggregator):
 
     Source: Vogels et al., "PowerSGD" (arXiv 1905.13727), in the form of the reference implementation, which
     is algorithm 2 of "PowerGossip" (arXiv 2008.01425): one round for each iteration, left and right in turn.
-
-    Each matrix is normalised on its own. Gradients of any floating type; error and factors are fp32, of fp64
-    gradients fp64.
+    Each matrix is normalised on its own. Gradients are of any floating type.
 
     Args:
         params: As of `AlgorithmAggregator`, as are the options.
@@ -242,15 +233,6 @@ class PowerSGD(AlgorithmAggregator):
 
     Cost per step: `num_iters_per_step` rounds of r · (rows or columns) elements for each matrix, and see
     `GradientListAdapter`.
-
-    Examples:
-        >>> layer = torch.nn.Linear(64, 32)  # in a process group
-        >>> powersgd = PowerSGD(layer.parameters(), Config(rank=2, start_compressing_after_num_steps=0))
-        >>> layer(torch.ones(1, 64)).sum().backward()
-        >>> optimizer_step(torch.optim.SGD(layer.parameters(), lr=0.1), powersgd)
-        True
-        >>> round(powersgd.stats().compression_ratio, 1)
-        13.0
     """
 
     _typed: ClassVar[Mapping[str, str]] = {ELSEWHERE.get(name, name): name for name in Config._fields}
@@ -268,9 +250,9 @@ class PowerSGD(AlgorithmAggregator):
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> bool:
     """Average the gradients in `p.grad` over the processes, and step the optimizer with the means.
 
-    With Thinwire's aggregators the error is in their memory, and `p.grad` is None afterwards. So the loop may
-    call `optimizer.zero_grad()` or not: both are the same. Your own aggregator keeps the
-    reference's contract: afterwards `p.grad` is what it left in its input, the error, so do not zero it.
+    With Thinwire's aggregators the error is in their memory, and `p.grad` is None afterwards: the loop may
+    call `optimizer.zero_grad()` or not. With your own aggregator `p.grad` is what it left in its input, the
+    error, as with the reference: do not zero it.
 
     Args:
         optimizer: Any, with any number of parameter groups. Its parameters are the aggregator's.

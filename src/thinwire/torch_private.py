@@ -1,8 +1,8 @@
 """Every use of torch's private API, each with a name: if a new torch breaks one, it breaks here.
 
-`tests/test_torch_private.py` runs each against the torch that is installed. All are there in torch 2.6, the
-oldest that Thinwire takes, unless a docstring says otherwise. Two kinds of names are not here, but where they
-are used: `torch._foreach_*`, and public classes that only `torch._C` exports with their types.
+`tests/test_torch_private.py` finds uses elsewhere. All are there in torch 2.6, the oldest that Thinwire
+takes, unless a docstring says otherwise. Two kinds of names are not here, but where they are used:
+`torch._foreach_*`, and public classes that only `torch._C` exports with their types.
 """
 
 from __future__ import annotations

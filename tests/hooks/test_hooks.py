@@ -8,7 +8,7 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any, cast
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,10 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from processes import in_each_process
 from thinwire import PowerSGD, hooks
-from thinwire.algorithms import BatchedPowerSGD
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import ProcessGroupTransport
 from thinwire.hooks import stateless
+from thinwire.plan import ParameterSpec
 from thinwire.powersgd import AlgorithmAggregator
+from thinwire.simulation import Simulation
 from training import are_alike, gathered
 
 STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
@@ -89,7 +91,6 @@ def hook_named(name: str) -> Callable[..., Any]:
         ("bf16_compress_hook", 1e-4, 1e-2),
         ("fp16_compress_wrapper(allreduce_hook)", 1e-6, 1e-3),
         ("bf16_compress_wrapper(allreduce_hook)", 1e-4, 1e-2),
-        ("fp16_compress_wrapper(fp16_compress_hook)", 1e-6, 1e-3),
         ("fp16_compress_wrapper(bf16_compress_hook)", 1e-4, 1e-2),
         ("quantization_pertensor_hook", 1e-4, 0.1),
         ("bf16_compress_wrapper(quantization_perchannel_hook)", 1e-4, 0.1),
@@ -97,7 +98,7 @@ def hook_named(name: str) -> Callable[..., Any]:
 )
 @in_each_process(2)
 def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> None:
-    """16 and 8 bits leave their mark on the gradient, and no more than that."""
+    """16 and 8 bits leave their mark on the gradient, and no more than that. FACTS 12: bf16 on Gloo."""
     models = new_model(), hooked(None, hook_named(name))
     expected, got = (torch.cat([g.view(-1) for g in gradients_of(m, range(3))]) for m in models)
     assert least_gap <= (expected - got).norm() / expected.norm() <= most_gap
@@ -115,10 +116,17 @@ def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> No
 )
 @in_each_process(2)
 def test_hooks_with_state(name: str) -> None:
-    """FACTS 2: torch's batched hook fails at the first step that it compresses."""
+    """In several buckets on Gloo, and with memory in fp32 whatever the wrapper (FACTS 1, 2 and 10).
+
+    Torch's hook issues collectives from callbacks, in no order; its batched one fails at the first step that
+    it compresses.
+    """
     state = new_state()
     assert are_alike(gradients_of(hooked(state, hook_named(name)), range(4)))
     assert state.stats().steps == 4
+    assert state.stats().messages >= 4 * 2  # a message for each bucket
+    saved = state.state_dict()
+    assert all(tensor.dtype == torch.float32 for kind in ("error", "factor") for _, tensor in saved[kind])
     assert state.stats().compression_ratio > (16 if "16" in name else 8)
     assert any(cast(Any, route).matrix_rank == 1 for route in state.plan.routes)
 
@@ -159,19 +167,7 @@ def _gradient_through(hook: hooks.Hook, gradient: Tensor) -> Tensor:
     return cast(Tensor, model.module.weight.grad).flatten()
 
 
-@in_each_process(2)
-def test_the_settings_reach_the_algorithm() -> None:
-    state = hooks.PowerSGDState(None, 3, 1, 1.5, False, False, 0, 7)
-    gradients_of(hooked(state), range(1))
-    ours: dict[str, Any] = {"matrix_rank": 3, "warmup_steps": 1, "min_compression_ratio": 1.5, "seed": 7}
-    assert state.sync.algorithm == PowerSGD(**ours, error_feedback=False, warm_start=False)
-    batched = BatchedPowerSGD(**ours, error_feedback=False, warm_start=False, wire_dtype="fp16")
-    assert state.algorithm(BatchedPowerSGD, "fp16") == batched
-
-
-@pytest.mark.parametrize(
-    "name", ["powerSGD_hook", "allreduce_hook", "fp16_compress_hook", "post_localSGD_hook"]
-)
+@pytest.mark.parametrize("name", ["powerSGD_hook", "allreduce_hook", "post_localSGD_hook"])
 @in_each_process(4)
 def test_a_process_group_of_some(name: str) -> None:
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
@@ -202,18 +198,6 @@ def test_saved_with_torch_and_resumed_with_other_buckets() -> None:
     resumed = hooked(again, bucket_cap_mb=25)
     assert_same(gradients_of(straight, range(4, 7)), gradients_of(resumed, range(4, 7)))
     assert again.stats().compression_ratio > 8
-
-
-@in_each_process(2)
-def test_state_of_another_model_is_refused_at_the_first_step() -> None:
-    state, other_state = new_state(), new_state()
-    gradients_of(hooked(state), range(2))
-    other = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)))
-    other_state.load_state_dict(state.state_dict())
-    other.register_comm_hook(other_state, hooks.powerSGD_hook)
-    told = r"1.weight has shape \(64, 64\) in the state and \(32, 64\) in the model"
-    with pytest.raises(thinwire.StateError, match=told):
-        gradients_of(other, range(1))
 
 
 @pytest.mark.parametrize("other_hook", POWER)
@@ -327,22 +311,12 @@ def test_a_loaded_state_is_a_copy_and_can_be_copied_and_sent_before_its_first_us
             torch.testing.assert_close(dict(again[kind]), dict(saved[kind]), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *STATELESS,
-        *POWER,
-        "fp16_compress_wrapper(powerSGD_hook)",
-        "bf16_compress_wrapper(allreduce_hook)",
-        "post_localSGD_hook",
-        "fp16_compress_wrapper(post_localSGD_hook)",
-        "quantization_pertensor_hook",
-    ],
-)
 @in_each_process(2)
-def test_a_state_of_the_wrong_kind_is_told(name: str) -> None:
-    with pytest.raises((thinwire.ConfigError, thinwire.AttachError), match="StockState"):
-        gradients_of(hooked(StockState(), hook_named(name)), range(1))
+def test_a_state_of_the_wrong_kind_is_told() -> None:
+    wrapped = [f"fp16_compress_wrapper({name})" for name in ("powerSGD_hook", "post_localSGD_hook")]
+    for name in (*STATELESS, *POWER, *wrapped, "post_localSGD_hook", "quantization_pertensor_hook"):
+        with pytest.raises((thinwire.ConfigError, thinwire.AttachError), match="StockState"):
+            gradients_of(hooked(StockState(), hook_named(name)), range(1))
 
 
 class StockState:
@@ -351,65 +325,47 @@ class StockState:
 
 @in_each_process(2)
 def test_sparse_gradients_are_refused_at_once() -> None:
-    attached, model = (DistributedDataParallel(nn.Embedding(32, 32, sparse=True)) for _ in range(2))
-    with pytest.raises(thinwire.AttachError, match="sparse=False"):
-        thinwire.attach(attached, PowerSGD())
+    model = DistributedDataParallel(nn.Embedding(32, 32, sparse=True))
     model.register_comm_hook(new_state(), hooks.powerSGD_hook)
     with pytest.raises(thinwire.GradientError, match="sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
 
 
-@pytest.mark.parametrize("hook", [hooks.powerSGD_hook, hooks.batched_powerSGD_hook, hooks.post_localSGD_hook])
-def test_what_is_wrapped_already_can_be_wrapped_again(hook: hooks.Hook) -> None:
-    wrapped = hooks.bf16_compress_wrapper(hook)
-    assert hooks.fp16_compress_wrapper(wrapped) is wrapped
+def test_a_hook_is_wrapped_once_and_a_foreign_one_not_at_all() -> None:
+    for hook in (hooks.powerSGD_hook, hooks.batched_powerSGD_hook, hooks.post_localSGD_hook):
+        wrapped = hooks.bf16_compress_wrapper(hook)
+        assert wrapped is not hook
+        assert hooks.fp16_compress_wrapper(wrapped) is wrapped
+    for other in (stock_power.powerSGD_hook, stock_default.fp16_compress_hook, None, "powerSGD_hook"):
+        with pytest.raises(thinwire.ConfigError, match="use torch's own wrapper"):
+            hooks.fp16_compress_wrapper(other)  # type: ignore[arg-type]
 
 
-@in_each_process(2)
-def test_a_setting_that_stays_as_it_is_can_be_set_by_one_process() -> None:
-    """Nothing is compared again, for which the others would have to be there."""
-    state = new_state()
-    ddp_model = hooked(state)
-    gradients_of(ddp_model, range(1))
-    if dist.get_rank() == 0:
-        state.matrix_approximation_rank = 1
-    gradients_of(ddp_model, range(1, 2))
-    assert state.stats().steps == 2
+BAD_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "matrix_approximation_rank": (0, "4"),
+    "start_powerSGD_iter": (-1,),
+    "min_compression_rate": (-1,),
+    "use_error_feedback": (2,),
+    "warm_start": (None,),
+    "orthogonalization_epsilon": (-1e-8,),
+    "random_seed": (-1, 0.5),
+    "compression_stats_logging_frequency": (-1,),
+    "batch_tensors_with_same_shape": ("yes",),
+    "process_group": ("gloo",),
+}
 
 
-def test_wrapping_a_foreign_hook_is_refused() -> None:
-    for wrapper in (hooks.fp16_compress_wrapper, hooks.bf16_compress_wrapper):
-        for other in (stock_power.powerSGD_hook, stock_default.fp16_compress_hook, None, "powerSGD_hook"):
-            with pytest.raises(thinwire.ConfigError, match="use torch's own wrapper"):
-                wrapper(other)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("matrix_approximation_rank", 0),
-        ("matrix_approximation_rank", "4"),
-        ("start_powerSGD_iter", -1),
-        ("min_compression_rate", -1),
-        ("use_error_feedback", 2),
-        ("warm_start", None),
-        ("orthogonalization_epsilon", -1e-8),
-        ("random_seed", -1),
-        ("random_seed", 0.5),
-        ("compression_stats_logging_frequency", -1),
-        ("batch_tensors_with_same_shape", "yes"),
-        ("process_group", "gloo"),
-    ],
-)
-def test_bad_settings_are_refused_at_once(setting: str, value: Any) -> None:
+@pytest.mark.parametrize("setting", BAD_SETTINGS)
+def test_bad_settings_are_refused_at_once(setting: str) -> None:
     """By the name that was typed, when the state is made; the algorithm's when they are set later, too."""
-    refused = rf"^{setting} must be .*, got {value!r}$"
-    with pytest.raises(thinwire.ConfigError, match=refused):
-        hooks.PowerSGDState(**{"process_group": None} | {setting: value})
     state = hooks.PowerSGDState(None)
-    if isinstance(getattr(hooks.PowerSGDState, setting, None), property):
+    for value in BAD_SETTINGS[setting]:
+        refused = rf"^{setting} must be .*, got {value!r}$"
         with pytest.raises(thinwire.ConfigError, match=refused):
-            setattr(state, setting, value)
+            hooks.PowerSGDState(**{"process_group": None} | {setting: value})
+        if isinstance(getattr(hooks.PowerSGDState, setting, None), property):
+            with pytest.raises(thinwire.ConfigError, match=refused):
+                setattr(state, setting, value)
     assert state.algorithm(PowerSGD) == PowerSGD(matrix_rank=1, warmup_steps=1000)
 
 
@@ -429,6 +385,9 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
     assert_next_step_has_rank(2)
     state.matrix_approximation_rank = 8
     assert_next_step_has_rank(8)
+    if dist.get_rank() == 0:  # no change: nothing is compared again, for which the others would be needed
+        state.matrix_approximation_rank = 8
+    assert_next_step_has_rank(8)
     state.sync.use(PowerSGD(matrix_rank=1))
     assert_next_step_has_rank(1)
     assert state.matrix_approximation_rank == 1
@@ -441,8 +400,8 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
     state.matrix_approximation_rank = 4 + dist.get_rank()
     told = "process 0 has matrix_approximation_rank 4, process 1 has matrix_approximation_rank 5"
     with pytest.raises(thinwire.AgreementError, match=told):
-        gradients_of(ddp_model, range(4, 5))
-    state.sync.abandon()
+        gradients_of(ddp_model, range(5, 6))
+    state.abandon()
     state.sync.use(thinwire.AllReduce())
     with pytest.raises(thinwire.ConfigError, match=r"_rank can't be set: sync.use\(\) has put AllReduce\(\)"):
         state.matrix_approximation_rank = 2
@@ -469,14 +428,10 @@ def test_a_setting_is_not_set_during_a_backward_pass() -> None:
     [
         ("matrix_approximation_rank", np.int64(2), {"matrix_rank": 2}),
         ("start_powerSGD_iter", 1e3, {"warmup_steps": 1000}),
-        ("start_powerSGD_iter", np.float32(7), {"warmup_steps": 7}),
-        ("min_compression_rate", 0, {"min_compression_ratio": 0}),
         ("min_compression_rate", np.float32(1.5), {"min_compression_ratio": 1.5}),
-        ("use_error_feedback", 0, {"error_feedback": False}),
         ("warm_start", np.True_, {"warm_start": True}),
         ("random_seed", np.int32(3), {"seed": 3}),
         ("orthogonalization_epsilon", np.float32(1e-8), {}),
-        ("compression_stats_logging_frequency", 0, {}),
         ("compression_stats_logging_frequency", 1e4, {}),
         ("batch_tensors_with_same_shape", np.False_, {}),
     ],
@@ -513,22 +468,6 @@ def test_what_sends_messages_is_not_pickled() -> None:
 
 
 @in_each_process(2)
-def test_a_backward_pass_that_fails_leaves_a_state_that_can_be_saved() -> None:
-    state = new_state()
-    ddp_model = hooked(state, bucket_cap_mb=0.0001)
-    gradients_of(ddp_model, range(3))
-    before = dict(state.state_dict()["error"])
-    failure = Mock(side_effect=MemoryError("out of memory in the backward pass"))
-    ddp_model.module[0].register_forward_hook(lambda *given: given[2].register_hook(failure) and None)
-    with pytest.raises(MemoryError):
-        gradients_of(ddp_model, range(3, 4))
-    with pytest.raises(thinwire.StepError, match=r"call abandon\(\) first"):
-        state.state_dict()
-    state.abandon()
-    torch.testing.assert_close(dict(state.state_dict()["error"]), before, rtol=0, atol=0)
-
-
-@in_each_process(2)
 def test_statistics_are_logged() -> None:
     state = hooks.PowerSGDState(None, start_powerSGD_iter=0, compression_stats_logging_frequency=2)
     with patch("thinwire.hooks.powersgd.logger") as logger:
@@ -552,3 +491,22 @@ def test_hooks_without_state_compare_again_in_a_new_group_and_where_a_bucket_has
             finally:
                 dist.destroy_process_group()
     assert compared == ["(3, 4)", "(3, 5)", "(3,)"] * 2
+
+
+def test_facts_11_the_error_memory_stays_bounded() -> None:
+    """Torch's grows as √steps, since differences between processes never leave it."""
+
+    def gradient(step: int, worker: int) -> Tensor:
+        """Of low rank, which all share, and noise of its own."""
+        shared = torch.randn(48, 2, generator=torch.Generator().manual_seed(step)) @ torch.ones(2, 32)
+        own = torch.randn(48, 32, generator=torch.Generator().manual_seed(7_000 + 2 * step + worker))
+        return (shared + own).reshape(-1)
+
+    specs = (ParameterSpec.of("0", torch.empty(48, 32)),)
+    simulation = Simulation(PowerSGD(matrix_rank=2), [specs], num_workers=2)
+    norms = []
+    for step in range(150):
+        simulation.step([[gradient(step, worker)] for worker in range(2)])
+        norms.append(simulation.engines[0].state.memory[ERROR]["0"].norm().item())
+    assert simulation.syncs[0].stats().compression_ratio > 5
+    assert norms[-1] < 1.15 * norms[49]

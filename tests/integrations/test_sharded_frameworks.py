@@ -110,23 +110,18 @@ def sharding_trainer(folder: Path, config: Any, **settings: Any) -> Any:
 def test_the_trainer_shards_and_resumes(tmp_path: Path) -> None:
     """Its parts that shard, save and load are its own; that it does so on CPUs is not."""
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    stock = StockConfig(dp_replicate_size=2, dp_shard_size=2)
     ends = []
-    for used, folder, resume in (
-        (config, tmp_path, None),
-        (config, tmp_path, f"{tmp_path}/checkpoint-2"),
-        (stock, tmp_path / "native", None),
-    ):
+    for resume in (None, f"{tmp_path}/checkpoint-1"):
         with sharding_on_cpus():
-            trainer = sharding_trainer(folder, used, max_steps=4, save_steps=2)
+            trainer = sharding_trainer(tmp_path, config, max_steps=2, save_steps=1)
             callback = attach_trainer(trainer, POWER)
             trainer.train(resume_from_checkpoint=resume)
-            ends.append(flat(trainer.model).double().sum().item())
+            ends.append(flat(trainer.model))
             assert agreed(trainer.model)
             assert callback.sync.stats().compression_ratio > 2
-            assert callback.sync.stats().steps == 4
+            assert callback.sync.stats().steps == 2
         dist.barrier()
-    assert ends[0] == ends[1] == ends[2]
+    assert torch.equal(*ends)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -151,6 +146,7 @@ def test_the_trainer_averages_shards_of_models(tmp_path: Path) -> None:
         stock = sharding_trainer(tmp_path, StockConfig(dp_replicate_size=2, dp_shard_size=2))
         with pytest.raises(thinwire.AttachError, match="leaves no replicas to Thinwire"):
             attach_trainer(stock, partial(thinwire.DiLoCo, every_steps=2))
+        attach_trainer(stock, POWER)  # gradients that PyTorch would average can be taken from it
 
 
 class Sharded(Regression):

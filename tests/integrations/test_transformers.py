@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers import (
 
 import thinwire
 from accelerated import assert_chosen_alike, assert_knows_its_steps, several_processes
-from commands import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
+from commands import EXAMPLES, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from processes import in_each_process
 from thinwire import elastic
@@ -55,21 +54,10 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.skipif(not IS_FIVE, reason="Transformers 4 resumes on accelerators only")
-def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
-    example, folder = EXAMPLES / "transformers_trainer.py", ("--folder", str(tmp_path))
-    straight = run_processes(example, *folder)
-    assert_compressed_and_agreed(straight)
-    resumed = run_processes(example, *folder, "--resume", str(tmp_path / "checkpoint-6"))
-    assert_compressed_and_agreed(resumed, least_ratio=15)
-    assert len({checksum for _, _, checksum in TOLD.findall(straight + resumed)}) == 1
-    assert [round(log["thinwire_compression_ratio"]) for log in logs_of(straight)] == [3, 5, 6]
-    assert [round(log["thinwire_compression_ratio"]) for log in logs_of(resumed)] == [20, 20]
-
-
-def logs_of(output: str) -> list[dict[str, float]]:
-    lines = [ast.literal_eval(line) for line in output.splitlines() if line.startswith("{'loss'")]
-    return [{name: float(value) for name, value in line.items()} for line in lines]
+def test_the_example_compresses_and_logs_it(tmp_path: Path) -> None:
+    output = run_processes(EXAMPLES / "transformers_trainer.py", "--folder", str(tmp_path))
+    assert_compressed_and_agreed(output)
+    assert "'thinwire_compression_ratio'" in output
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -174,6 +162,7 @@ def test_a_callback_finds_its_trainer_and_does_what_attach_does(tmp_path: Path) 
     with several_processes():
         attached, callback = trained(tmp_path / "a", thinwire.Quantize(bits=4))
         message_bytes = callback.sync.stats().message_bytes
+        losses, weights = losses_of(attached), flat(model_of(attached))
     for number, added in enumerate((False, True)):
         callback = ThinwireCallback("4 bits")
         with several_processes():
@@ -183,8 +172,8 @@ def test_a_callback_finds_its_trainer_and_does_what_attach_does(tmp_path: Path) 
             trainer.train()
             assert callback.sync.stats().message_bytes == message_bytes
             assert callback.sync.stats().compression_ratio > 5
-            assert losses_of(trainer) == losses_of(attached)
-            assert torch.equal(flat(model_of(trainer)), flat(model_of(attached)))
+            assert losses_of(trainer) == losses
+            assert torch.equal(flat(model_of(trainer)), weights)
             # The reporters, which came first, get its numbers.
             (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
             assert reporter.logs[0]["thinwire_compression_ratio"] > 5
@@ -196,7 +185,7 @@ def test_a_callback_finds_its_trainer_and_does_what_attach_does(tmp_path: Path) 
         trainer = new_trainer(str(tmp_path / "b0"), callback)
         trainer.train(resume_from_checkpoint=str(tmp_path / "b0" / "checkpoint-3"))
         assert callback.sync.stats().steps == 6
-        assert torch.equal(flat(model_of(trainer)), flat(model_of(attached)))
+        assert torch.equal(flat(model_of(trainer)), weights)
 
 
 class Looking(TrainerCallback):
@@ -222,10 +211,9 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     with several_processes():
         trainer, look = new_trainer(str(tmp_path)), Looking()
         trainer.add_callback(look)
-        callback = attach(trainer, averaging)
+        callback: Any = attach(trainer, averaging)
         trainer.train()
         assert look.agreed == [False, False, True, True, False, True]  # 3 is saved, 4 is due, 6 ends
-        assert callback.local is not None
         assert callback.sync is callback.local.sync
         assert callback.local.steps == 6
         assert callback.local.stats().compression_ratio > 5
@@ -237,7 +225,6 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert torch.equal(look.weights[2], again.begun)
         assert again.agreed == [True, False, True]
-        assert callback.local is not None
         assert callback.local.steps == 6
 
 
@@ -255,24 +242,15 @@ class Judge(TrainerCallback):
         self.last = flat(model)
 
 
-@pytest.mark.parametrize("every_steps", [2, 4])
 @in_each_process(2)
-def test_the_best_model_is_the_one_at_the_end(tmp_path: Path, every_steps: int) -> None:
-    settings: dict[str, Any] = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-        "learning_rate": 0.01,
-    }
+def test_the_best_model_is_the_one_at_the_end(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
     with several_processes():
-        trainer, judge = new_trainer(str(tmp_path), **settings), Judge()
+        trainer, judge = new_trainer(str(tmp_path), learning_rate=0.01, **settings), Judge()
         trainer.add_callback(judge)
-        callback = attach(trainer, partial(thinwire.DiLoCo, every_steps=every_steps))
+        callback: Any = attach(trainer, partial(thinwire.DiLoCo, every_steps=4))
         trainer.train()
-    assert callback.local is not None
     assert callback.local.stats().compression_ratio > 2
     assert (judge.last - judge.best).norm() > 0.1
     assert torch.equal(flat(model_of(trainer)), judge.best)
@@ -291,18 +269,17 @@ def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     # The machine has to say which one is chosen.
     averaging = "auto(probe_steps=2, budget_loss=0, least_gain=0)"
+    callback: Any
     with several_processes():
-        _, callback = trained(tmp_path, averaging, max_steps=40, save_steps=30)
-        assert callback.auto is not None
+        _, callback = trained(tmp_path, averaging, max_steps=24, save_steps=18)
         assert callback.auto.sync is callback.sync
         assert_chosen_alike(callback.auto)
         assert_knows_its_steps(callback.auto)
     with several_processes():
         # From the checkpoint the run chooses again.
-        _, callback = trained(tmp_path, averaging, str(tmp_path / "checkpoint-30"), max_steps=36)
-        assert callback.auto is not None
+        _, callback = trained(tmp_path, averaging, str(tmp_path / "checkpoint-18"), max_steps=24)
         assert callback.auto.is_choosing
-        assert callback.sync.stats().steps == 36
+        assert callback.sync.stats().steps == 24
     with pytest.raises(thinwire.ConfigError, match=r"functools\.partial\(thinwire\.auto"):
         ThinwireCallback(averaging, on_nonfinite="zero")
 
@@ -312,7 +289,7 @@ def test_a_run_that_began_without_thinwire_is_resumed_with_it(tmp_path: Path) ->
     with several_processes():
         new_trainer(str(tmp_path), max_steps=3).train()
     dist.barrier()
-    for algorithm in (ALGORITHM, thinwire.Quantize(bits=4), partial(thinwire.DiLoCo, every_steps=4)):
+    for algorithm in (ALGORITHM, partial(thinwire.DiLoCo, every_steps=4)):
         with several_processes(), patch("thinwire.integrations.transformers.logger.warning") as warned:
             trainer = new_trainer(str(tmp_path), save_strategy="no")
             callback = attach(trainer, algorithm)
@@ -417,7 +394,6 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
 
 
 SCHEDULES: list[Any] = [
-    partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
     partial(lr_scheduler.ExponentialLR, gamma=0.9),
     partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=20),
 ]

@@ -1,7 +1,6 @@
 """Functions to inspect DDP's models and buckets, and to hang a hook on them."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
-import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
+from thinwire.adapters.common import living
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
@@ -59,6 +59,11 @@ def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[tor
     return names
 
 
+def names_in(model: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
+    """Return the parameters of a DDP model that it does not ignore, each with its name in the module."""
+    return names_of(model.module, model.parameters_to_ignore)
+
+
 def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
     """Return the node that adds up a parameter's gradient, frozen or not."""
     trained = parameter.requires_grad
@@ -82,7 +87,7 @@ class Used:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._ids: set[int] = set()
-        # Hooks of the pass under way, or of passes before this was made, may have gone by unseen.
+        # Hooks of the pass under way, or of passes before this was made, have gone by unseen.
         self._is_complete = False
         self._handles = [
             self._noted(parameter)
@@ -147,28 +152,19 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
 
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
-    """Return the DDP models on which a wanted state is registered, with a communication hook.
-
-    Cost: a look at every Python object, 0.2 s for a million of them. A hook is not given its model.
-    """
-    return [model for model in _ddp_models() if any(is_wanted(state) for _, state in comm_hooks(model))]
+    """Return the DDP models on which a wanted state is registered: a hook is not given its model."""
+    models = living(DistributedDataParallel)
+    return [model for model in models if any(is_wanted(state) for _, state in comm_hooks(model))]
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
-    """Return the DDP model that these are parameters of; None if there are several. Cost: as above."""
+    """Return the DDP model that these are parameters of; None if there are several."""
     wanted = set(map(id, parameters))
-    holding = [m for m in _ddp_models() if wanted <= set(map(id, ddp_parameters(m)))]
+    holding = [m for m in living(DistributedDataParallel) if wanted <= set(map(id, ddp_parameters(m)))]
     return holding[0] if len(holding) == 1 else None
 
 
-def _ddp_models() -> list[DistributedDataParallel]:
-    # Look at types: isinstance asks every object for its __class__, which has side effects on proxies.
-    return [candidate for candidate in gc.get_objects() if DistributedDataParallel in type(candidate).__mro__]
-
-
 # Models that can't be attached.
-
-LIGHTNING = "make the Trainer with strategy=thinwire.integrations.lightning.ThinwireStrategy(algorithm)"
 
 
 def is_fsdp2(model: object) -> bool:
@@ -186,13 +182,13 @@ def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
     return any(kind.__name__ in kinds for kind in type(module).__mro__)
 
 
+LIGHTNING = "make the Trainer with strategy=thinwire.integrations.lightning.ThinwireStrategy(algorithm)"
+
 # Advice for objects of frameworks, by package and base class: importing them takes seconds.
 WAYS_IN = {
     ("transformers", "Trainer"): "call thinwire.integrations.transformers.attach(trainer, algorithm)",
     ("lightning", "Trainer"): LIGHTNING,
-    ("pytorch_lightning", "Trainer"): LIGHTNING,
     ("lightning", "LightningModule"): LIGHTNING,
-    ("pytorch_lightning", "LightningModule"): LIGHTNING,
     ("lightning", "Fabric"): "give the model that fabric.setup(…) returns",
     ("accelerate", "Accelerator"): "give the model that accelerator.prepare(…) returns",
 }
@@ -200,8 +196,11 @@ WAYS_IN = {
 
 def way_in(model: object) -> str:
     """Return advice to replace giving a framework's object to Thinwire; "" if it is no such object."""
-    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(model).__mro__]
-    return next((WAYS_IN[kind] for kind in kinds if kind in WAYS_IN), "")
+    for kind in type(model).__mro__:
+        package = kind.__module__.partition(".")[0].removeprefix("pytorch_")
+        if (package, kind.__name__) in WAYS_IN:
+            return WAYS_IN[package, kind.__name__]
+    return ""
 
 
 def wrong_model(model: object) -> str:
@@ -267,8 +266,11 @@ def check_options(model: DistributedDataParallel) -> None:
 # The hook of a model.
 
 
-def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook, and `guard` the model if it is Thinwire's."""
+def register(holder: object, state: object, hook: Callable[..., Any]) -> None:
+    """Register a communication hook on a DDP model, or the one inside; `guard` it if it is Thinwire's."""
+    model = ddp_inside(holder)
+    if model is None:
+        raise AttachError(wrong_model(holder))
     before, _ = hook_of(model)
     try:
         model.register_comm_hook(state, hook)
@@ -366,7 +368,7 @@ class _Guard:
                     f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so "
                     "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
                 )
-        for parameter, name in names_of(model.module, model.parameters_to_ignore).items():
+        for parameter, name in names_in(model).items():
             # A tensor that `torch.func.functional_call` puts in a parameter's place may be computed from it.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
                 raise unaveraged(name)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 
 from thinwire import hooks
-from thinwire.adapters.ddp_model import ddp_inside, register, wrong_model
+from thinwire.adapters.ddp_model import register
 from thinwire.ddp_comm_hooks import (  # noqa: F401 (torch's package has its modules when imported)
     debugging_hooks,
     default_hooks,
@@ -32,7 +32,7 @@ from thinwire.ddp_comm_hooks import (  # noqa: F401 (torch's package has its mod
     powerSGD_hook,
     quantization_hooks,
 )
-from thinwire.errors import AttachError, ConfigError
+from thinwire.errors import ConfigError
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
@@ -47,9 +47,6 @@ class _Registration:
     def __call__(
         self, model: torch.nn.Module, state: object = None, start_powerSGD_iter: int | None = None
     ) -> None:
-        ddp_model = ddp_inside(model)
-        if ddp_model is None:
-            raise AttachError(wrong_model(model))
         # torch's values take a group here, and make the state of it themselves.
         if not (state is None or isinstance(state, dist.ProcessGroup)):
             raise ConfigError(
@@ -63,7 +60,7 @@ class _Registration:
                 made.start_powerSGD_iter = start_powerSGD_iter
         elif start_powerSGD_iter is not None:
             raise ConfigError("start_powerSGD_iter is for PowerSGD's hooks; leave it out")
-        register(ddp_model, state, self.comm_hook)
+        register(model, state, self.comm_hook)
 
 
 class DDPCommHookType(Enum):
@@ -102,12 +99,6 @@ def register_ddp_comm_hook(
     Raises:
         ConfigError: Not such a type (torch's own `DDPCommHookType` names torch's hooks), or no process group.
         AttachError: Not a DDP model, or it has a hook already.
-
-    Examples:
-        >>> from torch.nn.parallel import DistributedDataParallel
-        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
-        >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ddp_model)
-        >>> ddp_model(torch.ones(1, 8)).sum().backward()
     """
     # torch's built-in hooks are C++: those of ours that do the same stand in for them.
     if isinstance(comm_hook_type, BuiltinCommHookType):

@@ -10,6 +10,7 @@ docs/powersgd.md says what behaves differently.
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,13 +20,13 @@ from torch.futures import Future
 from thinwire.algorithms import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import ConfigError
-from thinwire.hooks.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
+from thinwire.hooks import post_local_sgd, powersgd, stateless
+from thinwire.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from thinwire.hooks.stateless import (
     MachinesState,
     allreduce_hook,
     bf16_compress_hook,
-    checked_state,
     fp16_compress_hook,
     noop_hook,
     quantization_perchannel_hook,
@@ -70,42 +71,25 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _wrapped(hook, "bf16")
 
 
-def _each_in_16_bits(wire_dtype: WireDtype, cast: Hook) -> list[tuple[Hook, Hook]]:
-    """Return the hooks with large messages, each with the one that sends them in 16 bits."""
-
-    def low_rank_hook(kind: type[PowerSGD] | type[BatchedPowerSGD]) -> Hook:
-        # torch's wrapper casts the gradients that the hook is given. Here factors are cast, and the residual
-        # keeps what that rounds off.
-        def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-            return checked_state(PowerSGDState, state).run(kind, wire_dtype, bucket)
-
-        return low_rank_in_16_bits
-
-    def post_local_in_16_bits(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-        return averaged(state, bucket, wire_dtype)
-
-    return [
-        (allreduce_hook, cast),
-        (powerSGD_hook, low_rank_hook(PowerSGD)),
-        (batched_powerSGD_hook, low_rank_hook(BatchedPowerSGD)),
-        (post_localSGD_hook, post_local_in_16_bits),
-    ]
-
-
-IN_16_BITS: dict[WireDtype, list[tuple[Hook, Hook]]] = {
-    "fp16": _each_in_16_bits("fp16", fp16_compress_hook),
-    "bf16": _each_in_16_bits("bf16", bf16_compress_hook),
-}
-SMALL = [small for pairs in IN_16_BITS.values() for _, small in pairs]
-SMALL += [quantization_pertensor_hook, quantization_perchannel_hook, noop_hook]
+# The hooks with large messages, each with what also takes a type for them.
+LARGE: list[tuple[Hook, Callable[..., Future[torch.Tensor]]]] = [
+    (allreduce_hook, stateless.averaged),
+    (powerSGD_hook, partial(powersgd.low_rank, PowerSGD)),
+    (batched_powerSGD_hook, partial(powersgd.low_rank, BatchedPowerSGD)),
+    (post_localSGD_hook, post_local_sgd.averaged),
+]
 
 
 def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
     # Compare identities: a user's hook may define its own equality.
-    for whole, small in IN_16_BITS[wire_dtype]:
-        if hook is whole:
-            return small
-    if any(hook is small_hook for small_hook in SMALL):
+    run = next((run for large, run in LARGE if hook is large), None)
+    if run is not None:
+
+        def in_16_bits(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+            return run(state, bucket, wire_dtype)
+
+        return in_16_bits
+    if str(getattr(hook, "__module__", "")).startswith("thinwire.hooks"):
         return hook
     raise ConfigError(
         f"expected one of thinwire.hooks, got {hook!r}; the messages of a foreign hook can't be reached from "

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,15 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
-from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, dense_buffer
 from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, translated
 from thinwire.checks import number, true_or_false, whole_count
-from thinwire.comm import Layout, ProcessGroupTransport
 from thinwire.errors import ConfigError, StateError
-from thinwire.hooks.stateless import checked_state
+from thinwire.hooks.stateless import HookState, checked_state
 from thinwire.plan import Plan
-from thinwire.sync import Engine, GradientSync, Settings, attached
-from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.sync import Engine, Settings
+from thinwire.sync.settings import StepOptions
 from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save
 from thinwire.sync.stats import Stats
 
@@ -34,13 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class StepOptions(TypedDict, total=False):
+class HookOptions(StepOptions, total=False):
     """Options that `thinwire.attach` takes, and torch's state does not."""
 
     grad_scaler: GradScaler | Callable[[], float] | None
-    host_check: HostCheck
-    on_nonfinite: OnNonfinite
-    machines: Layout
 
 
 def _setting(name: str) -> property:
@@ -48,13 +43,13 @@ def _setting(name: str) -> property:
     return property(lambda state: state._get(name), lambda state, value: state._set(name, value))
 
 
-class PowerSGDState:
+class PowerSGDState(HookState):
     """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
 
-    Memory is kept by parameter, so compression may start at step 0. The state finds the model on which
-    it is registered at the first step, and with it the names of the parameters. If it can't (because
-    your own hook calls it), they are called by their position from the model's end, which is
-    the same in every run only if the hook is registered before the first backward pass.
+    Memory is kept by parameter, so compression may start at step 0. At the first step the state finds the
+    model on which it is registered, and with it the parameters' names. If it can't (because your own hook
+    calls it), they are called by their position from the model's end, which is the same in every run only
+    if the hook is registered before the first backward pass.
 
     Args:
         process_group: The model's process group, None for the default one.
@@ -95,7 +90,7 @@ class PowerSGDState:
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
-        **options: "Unpack[StepOptions]",
+        **options: "Unpack[HookOptions]",
     ) -> None:
         if not isinstance(process_group, dist.ProcessGroup | None):
             raise ConfigError(
@@ -125,9 +120,6 @@ class PowerSGDState:
         self._options: dict[str, Any] = dict(options)
         self._machines = self._options.pop("machines", False)
         Settings.of(**self._options)  # only to be checked
-        # The first step makes it: a hook learns of its model only then.
-        self._adapter: DDPAdapter | None = None
-        self._used_with = ""
         self._loaded: dict[str, Any] | None = None
         self._strict = True
 
@@ -157,7 +149,7 @@ class PowerSGDState:
             if algorithm != in_use:
                 self._adapter.sync.use(algorithm)
         # Last, so that a change that is refused leaves the settings as they were.
-        self._settings |= change
+        self._settings = self._settings | change  # a new one: a copied state has the old one
 
     @property
     def iter(self) -> int:
@@ -166,13 +158,6 @@ class PowerSGDState:
             return int((self._loaded or {"step": 0})["step"])
         counts = self._adapter.engine.reporter.counts()
         return counts.steps - counts.nonfinite_steps
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
-        """Return a state with the same settings and no steps: a copied model has no hook."""
-        # Without __init__: a process group can't be copied, and is the same for the copy.
-        copied = PowerSGDState.__new__(PowerSGDState)
-        copied.__dict__.update(self.__dict__, _settings=dict(self._settings), _adapter=None, _used_with="")
-        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         # An unused state may be sent to the processes that will use it.
@@ -184,16 +169,6 @@ class PowerSGDState:
     def plan(self) -> Plan:
         """Which parameter travels how; empty before the first step."""
         return Plan(()) if self._adapter is None else self._adapter.sync.plan
-
-    @property
-    def sync(self) -> GradientSync:
-        """The handle that averages, from the first step on; `sync.use(…)` switches the next step's algorithm.
-
-        Raises:
-            AttachError: There was no step yet.
-        """
-        missing = "this PowerSGDState has not been used yet; it attaches itself in the first step"
-        return attached(None if self._adapter is None else self._adapter.sync, missing)
 
     def stats(self) -> Stats:
         """Return the statistics so far; see `thinwire.Stats`."""
@@ -232,25 +207,18 @@ class PowerSGDState:
     def run(
         self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None, bucket: GradBucket
     ) -> Future[torch.Tensor]:
-        """As `DDPAdapter.run`, for a hook, which must always be the same."""
-        used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
-        if self._adapter is None:
-            transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
+        """Average a bucket for a hook."""
+        adapter = self._adapter
+        if adapter is None:
             settings = Settings.of(**self._options, typed=self._typed)
-            algorithm = self.algorithm(kind, wire_dtype)
-            adapter = adapter_of_hook(self, algorithm, transport, settings, self._machines)
+            adapter = self._new_adapter(self.algorithm(kind, wire_dtype), settings, bucket)
             if self._loaded is not None:
                 adapter.sync.load_state_dict(self._loaded, strict=self._strict)
+                # Only now: if the adapter was refused, the state is still there for a second try.
+                self._loaded = None
             adapter.engine.reporter.observers.append(partial(self._log, adapter.engine))
-            # Only now: if the adapter was refused, the state is still there for a second try.
-            self._adapter, self._loaded, self._used_with = adapter, None, used_with
-        # Under two hooks, buckets of one step could be averaged in two ways.
-        if self._used_with != used_with:
-            raise ConfigError(
-                f"this PowerSGDState has been used with {self._used_with}, now with {used_with}; make one "
-                "state for each model and hook, or switch with state.sync.use(…)"
-            )
-        return self._adapter.run(bucket)
+        used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
+        return self._average(adapter, used_with, bucket)
 
     def _log(self, engine: Engine, committed: bool) -> None:
         # Statistics cost norms and a host synchronisation, so only for those who read them.
@@ -267,9 +235,18 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         ConfigError: The state is of a different kind, or was used with a different hook or model.
         ThinwireError: As of `DDPAdapter.run`.
     """
-    return checked_state(PowerSGDState, state).run(PowerSGD, None, bucket)
+    return low_rank(PowerSGD, state, bucket, None)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """As `powerSGD_hook`, on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
-    return checked_state(PowerSGDState, state).run(BatchedPowerSGD, None, bucket)
+    return low_rank(BatchedPowerSGD, state, bucket, None)
+
+
+def low_rank(
+    kind: type[PowerSGD] | type[BatchedPowerSGD], state: object, bucket: GradBucket, wire: WireDtype | None
+) -> Future[torch.Tensor]:
+    """As the two hooks, with their messages in 16 bits if asked."""
+    # torch's wrapper casts the gradients that the hook is given. Here factors are cast, and the residual
+    # keeps what that rounds off.
+    return checked_state(PowerSGDState, state).run(kind, wire, bucket)

@@ -2,7 +2,7 @@
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import weakref
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.adapters.common import divide_by_contributors
 from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, completed_future, dense_buffer
-from thinwire.algorithms import AllReduce, Cast
+from thinwire.algorithms import Algorithm, AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.checks import whole_number
 from thinwire.comm import Layout, ProcessGroupTransport, agree, future_of
@@ -24,7 +24,49 @@ from thinwire.version import __version__
 MAX_CODE = 255  # of 8 bits
 
 
-class MachinesState:
+class HookState:
+    """A hook's state that attaches itself in the first step: only then a hook learns of its model."""
+
+    process_group: dist.ProcessGroup | None
+    _machines: Layout = False
+    _adapter: DDPAdapter | None = None
+    _used_with = ""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        """Return a state with the same settings and no steps: a copied model has no hook."""
+        # Without __init__: a process group can't be copied, and is the same for the copy.
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__, _adapter=None, _used_with="")
+        return copied
+
+    @property
+    def sync(self) -> GradientSync:
+        """The handle that averages, from the first step on; `sync.use(…)` switches the next step's algorithm.
+
+        Raises:
+            AttachError: There was no step yet.
+        """
+        missing = f"this {type(self).__name__} has not been used yet; it attaches itself in the first step"
+        return attached(None if self._adapter is None else self._adapter.sync, missing)
+
+    def _new_adapter(self, algorithm: Algorithm, settings: Settings, bucket: GradBucket) -> DDPAdapter:
+        transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
+        return adapter_of_hook(self, algorithm, transport, settings, self._machines)
+
+    def _average(self, adapter: DDPAdapter, used_with: str, bucket: GradBucket) -> Future[torch.Tensor]:
+        """As `DDPAdapter.run`, for a hook, which must always be the same."""
+        if self._adapter is None:
+            self._adapter, self._used_with = adapter, used_with
+        # Under two hooks, buckets of one step could be averaged in two ways.
+        if self._used_with != used_with:
+            raise ConfigError(
+                f"this {type(self).__name__} has been used with {self._used_with}, now with {used_with}; "
+                "make one state for each model and hook, or switch with state.sync.use(…)"
+            )
+        return adapter.run(bucket)
+
+
+class MachinesState(HookState):
     """Stands for a group in `allreduce_hook` and the 16-bit hooks if machines have several GPUs.
 
     What leaves a machine then leaves it once: `ddp_model.register_comm_hook(MachinesState(),
@@ -37,33 +79,11 @@ class MachinesState:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, machines: Layout = True) -> None:
         self.process_group, self._machines = process_group, machines
-        self._adapter: DDPAdapter | None = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "MachinesState":
-        """Return a new one: a copied model has no hook."""
-        return MachinesState(self.process_group, machines=self._machines)
-
-    @property
-    def sync(self) -> GradientSync:
-        """The handle that averages, from the first step on.
-
-        Raises:
-            AttachError: There was no step yet.
-        """
-        missing = "this MachinesState has not been used yet; it attaches itself in the first step"
-        return attached(None if self._adapter is None else self._adapter.sync, missing)
 
     def run(self, algorithm: AllReduce | Cast, bucket: GradBucket) -> Future[torch.Tensor]:
-        """As `DDPAdapter.run`, by the algorithm of a hook, which must always be the same."""
-        if self._adapter is None:
-            transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
-            self._adapter = adapter_of_hook(self, algorithm, transport, Settings(), self._machines)
-        if self._adapter.engine.algorithm != algorithm:
-            raise ConfigError(
-                f"this MachinesState has been used with {self._adapter.engine.algorithm}, now with "
-                f"{algorithm}; make one for each hook"
-            )
-        return self._adapter.run(bucket)
+        """Average a bucket by the algorithm of a hook, which must always be the same."""
+        adapter = self._adapter or self._new_adapter(algorithm, Settings(), bucket)
+        return self._average(adapter, repr(algorithm), bucket)
 
 
 def allreduce_hook(
@@ -80,21 +100,21 @@ def allreduce_hook(
         AgreementError: The processes use different hooks (found when a bucket is new).
         CommunicationError: A collective failed.
     """
-    return _averaged(process_group, bucket, None)
+    return averaged(process_group, bucket, None)
 
 
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
     """As `allreduce_hook`, with gradients sent in fp16; see `thinwire.Cast`."""
-    return _averaged(process_group, bucket, "fp16")
+    return averaged(process_group, bucket, "fp16")
 
 
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
     """As `fp16_compress_hook`, in bf16, on any backend that carries it, Gloo included."""
-    return _averaged(process_group, bucket, "bf16")
+    return averaged(process_group, bucket, "bf16")
 
 
 # DDP refuses hooks of the usual name unless CUDA and NCCL are there.
@@ -109,12 +129,8 @@ def quantization_pertensor_hook(
     Every process gets the 8-bit gradients of all, and averages them itself: each is off by at most half of
     (largest − smallest, 0 included) / 255 of its bucket. There is no error feedback.
 
-    Args:
-        process_group: None for the default one.
-        bucket: Of DDP.
-
-    Cost: one gather for each bucket, of 1 byte per element and 8 bytes, to every process from every other:
-    with n processes each receives n − 1 bytes per element, whatever the backend. An fp32 copy of the bucket.
+    Cost: one gather for each bucket: with n processes each receives n − 1 bytes per element, and 8 of each
+    scale. An fp32 copy of the bucket.
 
     Raises:
         ThinwireError: As of `allreduce_hook`.
@@ -162,9 +178,10 @@ def sent_mean(
     return future_of(work, lambda: flat if message is flat else flat.copy_(message))
 
 
-def _averaged(
+def averaged(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:
+    """As `allreduce_hook`, with its messages in 16 bits if asked."""
     algorithm = cast_in(wire_dtype)
     if isinstance(process_group, MachinesState):
         return process_group.run(algorithm, bucket)

@@ -29,12 +29,14 @@ from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
+from thinwire.adapters.common import living
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.hooks import PowerSGDState
 from thinwire.integrations import SAVED_WITHOUT
 from thinwire.sync import GradientSync, engine_of
+from thinwire.sync.settings import StepOptions
 
 try:
     import accelerate
@@ -59,25 +61,15 @@ Hook = DDPCommunicationHookType
 LOW_RANK: dict[object, type[PowerSGD] | type[BatchedPowerSGD]]
 LOW_RANK = {Hook.POWER_SGD: PowerSGD, Hook.BATCHED_POWER_SGD: BatchedPowerSGD}
 CASTS: dict[object, WireDtype] = {Hook.FP16: "fp16", Hook.BF16: "bf16"}
-# Settings of `attach` beside the algorithm; the scaler is the Accelerator's.
-OF_STEPS = ("host_check", "machines", "on_nonfinite")
 
 
 class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # accelerate is untyped
     """Accelerate's own, whose replicas are left to Thinwire: FSDP2 shards over the dimension of the shards.
 
     Accelerate gives FSDP2 both dimensions, so that PyTorch averages whole gradients between replicas. With
-    this one it does not; then attach what it has prepared:
-
-        accelerator = Accelerator(
-            parallelism_config=ParallelismConfig(dp_replicate_size=4, dp_shard_size=8), fsdp_plugin=...
-        )
-        model, optimizer = accelerator.prepare(model, optimizer)
-        mesh = accelerator.torch_device_mesh["dp_replicate"]
-        sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), replicas=mesh)
-        accelerator.register_for_checkpointing(sync)
-
-    Without `attach` replicas are not averaged. Takes what Accelerate's own takes.
+    this one replicas are not averaged until you attach what was prepared, with
+    `replicas=accelerator.torch_device_mesh["dp_replicate"]` (docs/sharded-frameworks.md). It takes what
+    Accelerate's own takes.
 
     Raises:
         MissingExtraError: Accelerate is older than 1.15.
@@ -134,14 +126,6 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     Raises:
         ConfigError: An unknown hook, wrapper or setting, or one that would have no effect.
-
-    Examples:
-        >>> handler = DistributedDataParallelKwargs(
-        ...     comm_hook=DDPCommunicationHookType.POWER_SGD,
-        ...     comm_state_option={"matrix_approximation_rank": 2},
-        ... )
-        >>> handler.syncs  # none yet; accelerator.prepare(model) attaches
-        ()
     """
 
     def __post_init__(self) -> None:
@@ -165,7 +149,7 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     @property
     def sync(self) -> GradientSync:
-        """The handle of the one prepared model: plan, statistics, and switching the algorithm.
+        """The handle of the one prepared model.
 
         Raises:
             AttachError: No model has been attached, or more than one.
@@ -190,7 +174,8 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         # Models, and Accelerators, that were dropped are gone from here on, on every process alike.
         gc.collect()
         accelerator = self._find_accelerator()
-        steps = {name: value for name, value in self.comm_state_option.items() if name in OF_STEPS}
+        # The scaler is the Accelerator's.
+        steps = {n: v for n, v in self.comm_state_option.items() if n in StepOptions.__annotations__}
         self._syncs[model.module] = attach(model, algorithm, grad_scaler=accelerator.scaler, **steps)
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:
@@ -201,9 +186,7 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     def _find_accelerator(self) -> Accelerator:
         """Return the Accelerator that has this handler, which is given the model only."""
-        # Types are compared, since `isinstance` asks objects, and some do something then.
-        objects = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Accelerator)]
-        accelerators = [accelerator for accelerator in objects if accelerator.ddp_handler is self]
+        accelerators = [candidate for candidate in living(Accelerator) if candidate.ddp_handler is self]
         if not accelerators:
             raise AttachError(
                 "register_comm_hook is called by accelerator.prepare(model), of an Accelerator that has this "

@@ -38,10 +38,9 @@ class AllGatherGrad(torch.autograd.Function):
 
 
 def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Gather `tensor` from every process of the group and stack them by process rank, differentiably.
+    """Gather tensors of one shape and type from all processes, and stack them by rank, differentiably.
 
-    To be called on all processes of the group with tensors of one shape and type; the backward pass
-    is collective as well. The gradient of a process's tensor is the sum of what all processes'
+    Collective, as is the backward pass: the gradient of a process's tensor is the sum of what all processes'
     losses contribute to its slice.
 
     Args:

@@ -8,9 +8,9 @@ from typing import Any
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_post_local
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp_model import ddp_inside, register, wrong_model
+from thinwire.adapters.ddp_model import register
 from thinwire.checks import whole_number
-from thinwire.errors import AttachError, ConfigError
+from thinwire.errors import ConfigError
 from thinwire.hooks import PostLocalSGDState
 
 SUCH_AS = "such as thinwire.hooks.powerSGD_hook"
@@ -38,11 +38,8 @@ def register_ddp_comm_hook(
             wrong kind shows in the first step.)
     """
     hook = checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
-    ddp_model = ddp_inside(model)
-    if ddp_model is None:
-        raise AttachError(wrong_model(model))
     if hook is not None:
-        register(ddp_model, ddp_comm_state, hook)
+        register(model, ddp_comm_state, hook)
 
 
 def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., Any] | None:

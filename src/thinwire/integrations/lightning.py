@@ -41,7 +41,7 @@ from thinwire.integrations.local import (
 )
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.sync.settings import HostCheck, OnNonfinite, StepOptions
 from thinwire.watch.writers import metrics_of
 
 try:
@@ -80,27 +80,24 @@ Remembering: TypeAlias = "GradientSync | PowerSGDState | ModelAverager"
 class ThinwireStrategy(DDPStrategy):
     """DDP with Thinwire's averaging, on CPUs and GPUs alike; `strategy="thinwire"` is this with PowerSGD().
 
-    On GPUs Lightning builds DDP on one stream and trains on a second one, so that averaging overlaps with the
-    backward pass. Torch warns of that ("AccumulateGrad node's stream does not match"): it is harmless.
+    Takes what `DDPStrategy` takes, by position and by name, and an algorithm; or in its place a hook (see
+    `register_ddp_comm_hook`), which `DDPStrategy` ignores silently on CPUs. With `post_localSGD_hook` models
+    are averaged every `model_averaging_period` steps after the state's `start_localSGD_iter`, by torch's
+    `PeriodicModelAverager`. docs/lightning.md says more.
 
-    Takes what `DDPStrategy` takes, by position and by name, and an algorithm. In place of an algorithm a hook
-    may be given as there (see `register_ddp_comm_hook`): `ddp_comm_hook`, `ddp_comm_state` and
-    `ddp_comm_wrapper`, which `DDPStrategy` ignores silently on CPUs. With `post_localSGD_hook` the models are
-    averaged every `model_averaging_period` steps after the state's `start_localSGD_iter`, by torch's
-    `PeriodicModelAverager`.
+    On GPUs Lightning builds DDP on one stream and trains on a second one. Torch warns of that
+    ("AccumulateGrad node's stream does not match"): it is harmless.
 
     Args:
         positional: The algorithm first, if it is given so; then `DDPStrategy`'s.
         algorithm: How gradients become their mean; `thinwire.PowerSGD()` if neither it nor a hook is given.
-            Or what makes a `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`:
-            processes then train on their own, and their models are averaged every few steps, before each
-            validation and checkpoint, and at the end. It is called as
-            `make(model, optimizer, grad_scaler=…)`; the module has one optimizer. Or `thinwire.auto`, with
-            settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
-            Or text: "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
+            Or what makes a `thinwire.LocalSGD` around the training of a module with one optimizer, such as
+            `functools.partial(thinwire.DiLoCo, every_steps=30)`, called as
+            `make(model, optimizer, grad_scaler=…)`. Or `thinwire.auto`, alone or in a partial. Or text:
+            "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
         host_check: With an algorithm: see `thinwire.attach`, whose `grad_scaler` is the Trainer's own.
-        on_nonfinite: With an algorithm, what becomes of a step that is not finite; see `thinwire.attach`.
-        machines: With an algorithm: which processes share a machine; see `thinwire.attach`.
+        on_nonfinite: With an algorithm: see `thinwire.attach`.
+        machines: With an algorithm: see `thinwire.attach`.
         options: `DDPStrategy`'s own, and DDP's.
 
     Attributes:
@@ -109,16 +106,8 @@ class ThinwireStrategy(DDPStrategy):
         auto: What chooses, if the algorithm is `thinwire.auto`, likewise; printing it tells why.
 
     Raises:
-        ConfigError: Both an algorithm and a hook, a combination that `register_ddp_comm_hook` refuses, or
-            `post_localSGD_hook` without `model_averaging_period`, or that without the hook; an option that
-            neither `DDPStrategy` nor DDP has; or `host_check`, `on_nonfinite` or `machines` with a hook's
-            state, with what makes a `LocalSGD` or with `auto`, which take their own.
-
-    Examples:
-        >>> import thinwire
-        >>> strategy = ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4), find_unused_parameters=False)
-        >>> strategy.algorithm.matrix_rank
-        4
+        ConfigError: Settings that exclude each other or would have no effect, or that neither `DDPStrategy`
+            nor DDP has.
     """
 
     def __init__(
@@ -150,7 +139,8 @@ class ThinwireStrategy(DDPStrategy):
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
         self.algorithm = PowerSGD() if averaging is None and hook is None else averaging
         is_attached = isinstance(self.algorithm, Algorithm)
-        self._steps = checked_steps(is_attached, host_check, on_nonfinite, machines)
+        steps: StepOptions = {"host_check": host_check, "on_nonfinite": on_nonfinite, "machines": machines}
+        self._steps = checked_steps(steps, take_effect=is_attached)
         check_period(state, arguments.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.local: ModelAverager | None = None
@@ -158,7 +148,6 @@ class ThinwireStrategy(DDPStrategy):
         # Enters `local`, which is made before a checkpoint is restored, and outlives the training.
         self._averages: _AveragesModels | None = None
         self._sync: GradientSync | None = None
-        self._before: GradientSync | None = None
         self._module: torch.nn.Module | None = None
 
     @property
@@ -181,34 +170,46 @@ class ThinwireStrategy(DDPStrategy):
         return self.local or (state if isinstance(state, PowerSGDState) else self.sync)
 
     def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
             return
+        # None meanwhile: if the model can't be attached, the old handle must not be taken for the new one.
+        before, self._sync = self._sync, None
+        self.local, self.auto, self._averages = None, None, None
+        super().setup(trainer)
         # Lightning does this itself if it finds torch's own state.
         if isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
             assert self._model_averager is not None
             # A second fit makes a new one, which would begin its warm-up again.
             self._model_averager.step = self._ddp_comm_state.iter
-        if isinstance(self.algorithm, Algorithm | None):
+        if self.algorithm is None:
             return
-        if len(self.optimizers) != 1:
+        assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
+        if isinstance(self.algorithm, Algorithm):
+            self._sync = attach(self.model, self.algorithm, grad_scaler=_scaler_of(self), **self._steps)
+        elif len(self.optimizers) != 1:
             raise ConfigError(
                 f"expected a module with one optimizer, whose steps are counted, got {len(self.optimizers)}; "
                 "with several enter thinwire.LocalSGD in your own loop, with the one that steps last"
             )
-        if not makes_auto(self.algorithm):
+        elif makes_auto(self.algorithm):
+            model, (optimizer,), steps = self.model, self.optimizers, trainer.estimated_stepping_batches
+            self.auto = new_auto(self.algorithm, model, optimizer, steps, grad_scaler=_scaler_of(self))
+            self._sync = self.auto.sync
+        else:
             self._make_local()
             return
-        # Done here, since loss gaps depend on the optimizer.
-        model, (optimizer,), steps = self.model, self.optimizers, trainer.estimated_stepping_batches
-        self.auto = new_auto(self.algorithm, model, optimizer, steps, grad_scaler=_scaler_of(self))
-        self._go_on_with(self.auto.sync)
+        # The same module's next fit goes on with what is remembered of the last one.
+        if before is not None and self._module is self.model.module:
+            # Some parameters may have been frozen since the last fit.
+            self._sync.load_state_dict(before.state_dict(), strict=False)
+        self._module = self.model.module
 
     def _make_local(self) -> None:
         assert not isinstance(self.algorithm, Algorithm | None)
         self.local = new_local(self.algorithm, self.model, self.optimizers[0], _scaler_of(self))
-        self._sync, self._before = self.local.sync, None
+        self._sync = self.local.sync
 
     def on_train_start(self) -> None:
         # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
@@ -232,28 +233,10 @@ class ThinwireStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def _register_ddp_hooks(self) -> None:
-        self.local, self.auto, self._averages = None, None, None
-        assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
+            assert isinstance(self.model, DistributedDataParallel)
             hook = (self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
             register_ddp_comm_hook(self.model, *hook)
-            return
-        # None meanwhile: if the model can't be attached, the old handle must not be taken for the new one.
-        self._before, self._sync = self._sync, None
-        # There are no optimizers yet: the rest is done when they are set up.
-        if not isinstance(self.algorithm, Algorithm):
-            return
-        self._go_on_with(attach(self.model, self.algorithm, grad_scaler=_scaler_of(self), **self._steps))
-
-    def _go_on_with(self, sync: GradientSync) -> None:
-        """Take what is remembered of the same module's last fit into the handle of this one."""
-        assert isinstance(self.model, DistributedDataParallel)
-        # Let go of here: it has the last fit's memory, which would be kept beside this one's.
-        before, self._before = self._before, None
-        if before is not None and self._module is self.model.module:
-            # Some parameters may have been frozen since the last fit.
-            sync.load_state_dict(before.state_dict(), strict=False)
-        self._sync, self._module = sync, self.model.module
 
 
 class _AveragesModels(Callback):
@@ -296,18 +279,15 @@ class ThinwireCallback(Callback):
 
     Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_nonfinite_steps`
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
-    record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that went on, on any number of
-    processes; one of other trainable parameters needs the module's `strict_loading = False`. From a
-    checkpoint that was made without Thinwire training goes on with an empty residual, and a warning. If
-    models are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning
-    saves it: momentum of the others is lost.
+    record, see `thinwire.watch.MetricsWriter`. A checkpoint may be resumed on any number of processes; with
+    other trainable parameters it needs the module's `strict_loading = False`. docs/lightning.md says more.
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
         elastic: What makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
-            every_steps=30)`. Each member has a Trainer of one process, without a `ThinwireStrategy`, which
-            stops once the members have made `max_steps`; `local` is the member around its training.
-            `LeftError` comes out of `fit()` when it was asked to leave.
+            every_steps=30)`, in a Trainer of one process without a `ThinwireStrategy`. It stops once the
+            members have made `max_steps`; `local` is the member. `fit()` raises `LeftError` when it was asked
+            to leave.
 
     Raises:
         ConfigError: `log_every_n_steps` is not a whole number of at least 1, or (when training begins)

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -15,13 +15,12 @@ from thinwire.adapters.ddp_model import ddp_inside
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import no_algorithm
-from thinwire.comm import Layout
 from thinwire.errors import ConfigError
 from thinwire.local_sgd import elastic_members as elastic
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.preload.settings import averaging_of
 from thinwire.sync import Settings
-from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.sync.settings import StepOptions
 from thinwire.torch_private import takes_step_hooks
 
 A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
@@ -43,18 +42,16 @@ def checked_averaging(averaging: object) -> Algorithm | Makes:
     return averaging
 
 
-def checked_steps(
-    take_effect: bool, host_check: HostCheck, on_nonfinite: OnNonfinite, machines: Layout
-) -> dict[str, Any]:
+def checked_steps(steps: StepOptions, *, take_effect: bool) -> StepOptions:
     """Return the settings to give `thinwire.attach`, if it is called: those that are not its defaults."""
-    chosen, defaults = Settings.of(host_check=host_check, on_nonfinite=on_nonfinite), Settings.of()
-    names = ("host_check", "on_nonfinite")
-    steps = {n: getattr(chosen, n) for n in names if getattr(chosen, n) != getattr(defaults, n)}
-    steps |= {} if machines is True else {"machines": machines}
-    if steps and not take_effect:
+    of_steps: dict[str, Any] = {name: value for name, value in steps.items() if name != "machines"}
+    Settings.of(**of_steps)  # only to be checked
+    defaults = {"host_check": "auto", "on_nonfinite": "nan", "machines": True}
+    chosen = {n: v for n, v in steps.items() if v != defaults.get(n)}
+    if chosen and not take_effect:
         where = "the hook's state, or to what is called: functools.partial(thinwire.auto, on_nonfinite=…)"
-        raise ConfigError(f"{', '.join(steps)} would have no effect here; give it to {where}")
-    return steps
+        raise ConfigError(f"{', '.join(chosen)} would have no effect here; give it to {where}")
+    return cast(StepOptions, chosen)
 
 
 def makes_auto(averaging: object) -> TypeGuard[Callable[..., Auto]]:
@@ -89,20 +86,14 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     # A LocalSGD averages buffers with the model: DDP, whose default frameworks leave, must not send them at
     # every forward pass. (Their own option for it is deprecated by torch.)
     ddp = ddp_inside(model)
-    sending = ddp if ddp is not None and ddp.broadcast_buffers else None
-    if sending is not None:
-        sending.broadcast_buffers = False
+    if ddp is not None:
+        ddp.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
     while not takes_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    try:
-        local = make(model, optimizer, grad_scaler=grad_scaler)
-        if not isinstance(local, ModelAverager):
-            raise ConfigError(f"expected a function that makes {A_LOCAL}, but it made {local!r}")
-    except BaseException:
-        if sending is not None:
-            sending.broadcast_buffers = True
-        raise
+    local = make(model, optimizer, grad_scaler=grad_scaler)
+    if not isinstance(local, ModelAverager):
+        raise ConfigError(f"expected a function that makes {A_LOCAL}, but it made {local!r}")
     return local
 
 

@@ -16,24 +16,21 @@ remembered goes into the Trainer's checkpoints, and compression shows in its log
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from thinwire.adapters.attach import attach as attach_model
-from thinwire.adapters.common import ALONE
+from thinwire.adapters.common import ALONE, living
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
-from thinwire.comm import Layout
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.integrations import SAVED_WITHOUT
 from thinwire.integrations.local import (
@@ -48,7 +45,7 @@ from thinwire.integrations.local import (
 )
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.sync.settings import StepOptions
 from thinwire.watch.writers import metrics_of
 
 try:
@@ -67,6 +64,9 @@ except ImportError as error:
         "pip install '.[transformers]' in a clone of Thinwire"
     ) from error
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["STATE_NAME", "ThinwireCallback", "attach"]
@@ -80,9 +80,7 @@ def attach(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = True,
-    host_check: HostCheck = "auto",
-    on_nonfinite: OnNonfinite = "nan",
-    machines: Layout = True,
+    **steps: Unpack[StepOptions],
 ) -> ThinwireCallback:
     """Let `algorithm` average whenever `trainer` trains in several processes.
 
@@ -96,9 +94,7 @@ def attach(
         algorithm: How gradients are averaged, or what else is done; see `ThinwireCallback`.
         checkpoint: See `ThinwireCallback`.
         strict: See `ThinwireCallback`.
-        host_check: See `thinwire.attach`.
-        on_nonfinite: See `thinwire.attach`.
-        machines: See `thinwire.attach`.
+        steps: See `ThinwireCallback`.
 
     Returns:
         The callback that has been added; its `sync` is the handle once training has begun.
@@ -110,14 +106,7 @@ def attach(
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a transformers.Trainer, got {shown(trainer)}")
-    callback = ThinwireCallback(
-        algorithm,
-        checkpoint=checkpoint,
-        strict=strict,
-        host_check=host_check,
-        on_nonfinite=on_nonfinite,
-        machines=machines,
-    )
+    callback = ThinwireCallback(algorithm, checkpoint=checkpoint, strict=strict, **steps)
     callback.enter(trainer)
     return callback
 
@@ -126,48 +115,29 @@ class ThinwireCallback(TrainerCallback):
     """Attaches the wrapped model, and follows the Trainer's checkpoints and logs.
 
     `attach` makes one for a Trainer. Where somebody else makes that, give one to their `callbacks=[…]`: it
-    finds its Trainer once that is made, or trains.
-
-    If `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. If models
-    are averaged, `local` is the `LocalSGD` around the training. A checkpoint then has the averaged model, and
-    the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
-
-    A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
-    `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
-    training. A checkpoint has one more file of each process, `thinwire_0.pt` and so on, since a file of all
-    would cost a message at each save (see `thinwire.checkpoint.save_local`); for averaged models one of all,
-    `thinwire.pt`. Any number of processes resumes from them. From a checkpoint that was saved without
-    Thinwire training goes on with an empty residual, and a warning.
+    finds its Trainer once that is made, or trains. docs/transformers.md says what logs and checkpoints have.
 
     Args:
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
-            `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
-            train on their own, and their models are averaged every few steps, before each evaluation and
-            checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
-            with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
-            without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
-            settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
-            Or what makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
-            every_steps=30)`: each member has a Trainer of one process, which stops once the members have made
-            `max_steps`; `LeftError` comes out of `train()` when it was asked to leave. Or text: "4 bits",
-            "PowerSGD(matrix_rank=4)", "auto()".
-        checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
-            it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
+            `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`, called as
+            `make(model, optimizer, grad_scaler=…)`; with FSDP2 with the replicas' `mesh=…` too, unless a
+            partial has one or a `process_group`. DDP is then built without `find_unused_parameters` unless
+            `args` say otherwise. Or `thinwire.auto`, alone or in a partial. Or what makes a member that comes
+            and goes, such as `functools.partial(thinwire.elastic.DiLoCo, every_steps=30)`, in a Trainer of
+            one process, which stops once the members have made `max_steps`; `train()` raises `LeftError` when
+            it was asked to leave. Or text: "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
+        checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given, if it is not in
+            `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
-        host_check: See `thinwire.attach`, whose `grad_scaler` is the Trainer's own. False needs
-            `ddp_find_unused_parameters=False` in the arguments.
-        on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
-        machines: Which processes share a machine; see `thinwire.attach`.
+        steps: `host_check`, `on_nonfinite` and `machines` of `thinwire.attach`, whose `grad_scaler` is the
+            Trainer's own. `host_check=False` needs `ddp_find_unused_parameters=False` in the arguments.
+
+    Attributes:
+        local: The `LocalSGD` or member around the training, if `algorithm` makes one, from its begin on.
+        auto: What chooses, if `algorithm` is `thinwire.auto`, likewise; printing it tells why.
 
     Raises:
-        ConfigError: `algorithm` is none of these, or `on_nonfinite` no choice; or `strict` is given with what
-            makes a `LocalSGD`, or `host_check`, `on_nonfinite` or `machines` with that or `auto`, which
-            ignore them.
-
-    Examples:
-        >>> import thinwire
-        >>> ThinwireCallback("4 bits").algorithm == thinwire.Quantize(bits=4)
-        True
+        ConfigError: `algorithm` is none of these, a setting is no choice, or it would have no effect.
     """
 
     def __init__(
@@ -176,16 +146,14 @@ class ThinwireCallback(TrainerCallback):
         *,
         checkpoint: str | os.PathLike[str] | None = None,
         strict: bool = True,
-        host_check: HostCheck = "auto",
-        on_nonfinite: OnNonfinite = "nan",
-        machines: Layout = True,
+        **steps: Unpack[StepOptions],
     ) -> None:
         self.algorithm = checked_averaging(algorithm)
         is_attached = isinstance(self.algorithm, Algorithm)
         self._averages_models = not is_attached and not makes_auto(self.algorithm)
         if self._averages_models and not strict:
             raise ConfigError("strict has no effect on models that are averaged; leave it out")
-        self._steps = checked_steps(is_attached, host_check, on_nonfinite, machines)
+        self._steps = checked_steps(steps, take_effect=is_attached)
         self._checkpoint, self._strict = checkpoint, strict
         self._trainer: Trainer | None = None
         self._model: torch.nn.Module | None = None
@@ -211,9 +179,7 @@ class ThinwireCallback(TrainerCallback):
 
     def _found(self, state: TrainerState) -> Trainer:
         """Return the Trainer of a state; callbacks are not given theirs."""
-        # Types are compared, since `isinstance` asks objects, and some do something then.
-        trainers: Iterable[Trainer] = (o for o in gc.get_objects() if issubclass(type(o), Trainer))
-        for trainer in trainers:
+        for trainer in living(Trainer):
             if getattr(trainer, "state", None) is state:
                 return trainer
         raise AttachError(

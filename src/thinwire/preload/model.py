@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import signal
@@ -11,7 +10,6 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
+from thinwire.adapters.common import living
 from thinwire.adapters.ddp_model import hook_of
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
@@ -150,12 +149,12 @@ def _why_not(model: DistributedDataParallel) -> str:
 
 def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     owned = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    scalers = [scaler for scaler in _live(GradScaler) if scaler.is_enabled()]
+    scalers = [scaler for scaler in living(GradScaler) if scaler.is_enabled()]
     settings: dict[str, Any] = {"grad_scaler": scalers[0]} if len(scalers) == 1 else {}
     averaging = averaging_of(options.algorithm)
     if isinstance(averaging, Algorithm):
         return attach(model, averaging, **settings)
-    optimizer = next((found for found in _live(torch.optim.Optimizer) if _trains(found, owned)), None)
+    optimizer = next((found for found in living(torch.optim.Optimizer) if _trains(found, owned)), None)
     if optimizer is None:
         raise AttachError(
             "no optimizer trains this model yet, and auto needs to know it; build it before the first "
@@ -271,12 +270,6 @@ def _leave_alone(options: Options, reason: str) -> None:
         raise AttachError(reason)
     if dist.get_rank() == 0:
         _say(f"the model stays as it is: {reason}")
-
-
-def _live(kind: type) -> Iterable[Any]:
-    """Yield the objects of a type that there are in this process."""
-    # Types are compared, since `isinstance` asks objects, and some do something then.
-    return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 
 def _trains(optimizer: Any, owned: set[int]) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, TypedDict, cast, get_args
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
-from thinwire.comm import Transport
+from thinwire.comm import Layout, Transport
 from thinwire.errors import ConfigError
 from thinwire.sync.weights import Weight, checked_weight, number_of
 from thinwire.tensors import accelerators
@@ -22,6 +22,14 @@ OnNonfinite = Literal["nan", "zero", "raise"]
 
 HostCheck: TypeAlias = "bool | Literal['auto']"
 """Whether the host waits in each step to learn if it was healthy."""
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of `thinwire.attach` that every other way to attach takes by name."""
+
+    host_check: HostCheck
+    on_nonfinite: OnNonfinite
+    machines: Layout
 
 
 def _is_enabled(grad_scaler: object) -> bool:
