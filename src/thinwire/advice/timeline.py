@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm import Collective, CombinedWork, Message, Recording, Transport, Work, wire_bytes
+from thinwire.comm import Collective, CompletedWork, Message, Recording, Transport, Work, wire_bytes
 from thinwire.probe.measured_link import Transfer
 from thinwire.sync.streams import record_event
 from thinwire.tensors.accelerators import wait_for
@@ -123,4 +123,4 @@ class LoopbackTransport(Transport):
         elif message.collective == "all_to_all":
             # All send alike: each sends to this member what this one sends to the first.
             output.copy_(tensor[0].expand_as(output))
-        return CombinedWork(lambda: None)
+        return CompletedWork()

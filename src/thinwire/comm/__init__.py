@@ -26,12 +26,13 @@ from thinwire.comm.process_group import (
     over_connections,
     own_subgroup,
 )
-from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
+from thinwire.comm.transport import Collective, CombinedWork, CompletedWork, Message, Transport, Work
 
 __all__ = [
     "CALL",
     "Collective",
     "CombinedWork",
+    "CompletedWork",
     "Description",
     "InProcessTransport",
     "Layout",

@@ -44,6 +44,13 @@ class Work(Protocol):
         """Block until the result is there: the host, or on CUDA only the current stream."""
 
 
+class CompletedWork:
+    """A collective that needs no waiting."""
+
+    def wait(self) -> None:
+        return
+
+
 class CombinedWork(NamedTuple):
     """Work that is made of other work: its `wait` is a function that waits for them, and does more."""
 
