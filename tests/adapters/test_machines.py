@@ -45,7 +45,7 @@ def test_states_of_torchs_hooks_take_it_as_a_setting() -> None:
             assert torch.equal(mine, gradient_of(other, step))
         assert "over 2 machines of 2 processes" in str(state.sync)
         assert 0 < state.sync.stats().message_bytes == sync.stats().message_bytes
-    with pytest.raises(ConfigError, match="make one for each hook"):
+    with pytest.raises(ConfigError, match="make one state for each model and hook"):
         bf16.run(Cast("fp16"), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="once for each machine"):
         hooks.quantization_pertensor_hook(bf16, None)  # type: ignore[arg-type]
