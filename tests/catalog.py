@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache
 from typing import Any
 
+import pytest
 import torch
 
 from in_turn import InTurn
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.algorithms.lowrank import powersgd_plan
 from thinwire.algorithms.lowrank.config import LowRankRoute
+from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import Rows
 from thinwire.plan import ParameterSpec, Plan
@@ -119,6 +122,23 @@ def bases_of(batches: Bits, drawn: Bits, kernels: Kernels) -> list[torch.Tensor]
     pairs = zip(batches.tensors, drawn.tensors, strict=True)
     return kernels.orthonormal_rows(
         [Rows(rows.clone(), instead if len(instead) else None) for rows, instead in pairs]
+    )
+
+
+def remember_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let low rank take `bases_of` for its own arithmetic."""
+
+    @cache
+    def remembering(kernels: Kernels) -> Kernels:
+        def remembered(items: Sequence[Rows]) -> list[torch.Tensor]:
+            rows = Bits([item.rows for item in items])
+            drawn = Bits([torch.zeros(0) if item.drawn is None else item.drawn for item in items])
+            return [basis.clone() for basis in bases_of(rows, drawn, kernels)]
+
+        return replace(kernels, orthonormal_rows=remembered)
+
+    monkeypatch.setattr(
+        powersgd_plan, "kernels_for", lambda like, rank: remembering(dispatch.kernels_for(like, rank))
     )
 
 

@@ -22,8 +22,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from processes import Process, context, end, end_with, enter, finish, process
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -48,6 +46,8 @@ def run_job(
     environment: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run the same as the ranks of a job, which are told what torchrun tells its own."""
+    from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 - as in conftest.py
+
     # One that no other machine reaches; the processes' own would listen on all addresses.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

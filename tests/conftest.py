@@ -8,23 +8,15 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
-import catalog
 import processes
 from commands import stand_ins
 from processes import Spawn
-from thinwire.algorithms.lowrank import powersgd_plan
-from thinwire.kernels import dispatch
-from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Rows
 
 # Of tests, beyond what preloaded.py imports.
 PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
@@ -35,9 +27,6 @@ PACKAGES += ["torch.distributed.optim", "torch._dynamo.backends.debugging"]
 _until_the_end = ExitStack()
 _stderr = pytest.StashKey[int]()
 
-# Simulated workers make many small tensors: a second thread costs more than it brings.
-torch.set_num_threads(1)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fork xdist's workers from the server that will fork the tests' processes: all import together, once."""
@@ -45,18 +34,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_stderr] = os.dup(2)  # the terminal's, while a test's is captured
-    workers = config.getoption("tx", None)
-    if hasattr(config, "workerinput"):
-        if hasattr(os, "sched_setaffinity"):
-            # Members in one process are threads that take turns: they hand over sooner on one core. What the
-            # worker's server forks runs on all.
-            cores = sorted(os.sched_getaffinity(0))
-            number = int(config.workerinput["workerid"].removeprefix("gw"))
-            os.sched_setaffinity(0, {cores[number % len(cores)]})
-    elif workers:
+    worker, workers = getattr(config, "workerinput", None), config.getoption("tx", None)
+    if workers and worker is None:
         processes.modules += PACKAGES
         launch = [sys.executable, "-S", *_until_the_end.enter_context(stand_ins())]
         config.option.tx = [f"popen//python={shlex.join(launch)}" for _ in workers]
+        return
+    import torch  # noqa: PLC0415 - here, for the process that hands out tests needs no torch
+
+    # Simulated workers make many small tensors: a second thread costs more than it brings.
+    torch.set_num_threads(1)
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        # Members in one process are threads that take turns: they hand over sooner on one core. What the
+        # worker's server forks runs on all.
+        cores = sorted(os.sched_getaffinity(0))
+        number = int(worker["workerid"].removeprefix("gw"))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def pytest_unconfigure() -> None:
@@ -76,6 +69,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         {each.module.__name__ for each in functions if each.path.parent.name != "gpu"}
     )
     gc.freeze()  # all that is imported: collections need not look at it again and again
+    gc.set_threshold(20_000)  # tests make few cycles, and their rows and lists are soon gone
 
 
 @pytest.hookimpl(wrapper=True)
@@ -103,16 +97,6 @@ def spawn() -> Iterator[Spawn]:
 @pytest.fixture
 def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
+    from catalog import remember_bases  # noqa: PLC0415 - as torch above
 
-    @cache
-    def remembering(kernels: Kernels) -> Kernels:
-        def remembered(items: Sequence[Rows]) -> list[torch.Tensor]:
-            rows = catalog.Bits([item.rows for item in items])
-            drawn = catalog.Bits([torch.zeros(0) if item.drawn is None else item.drawn for item in items])
-            return [basis.clone() for basis in catalog.bases_of(rows, drawn, kernels)]
-
-        return replace(kernels, orthonormal_rows=remembered)
-
-    monkeypatch.setattr(
-        powersgd_plan, "kernels_for", lambda like, rank: remembering(dispatch.kernels_for(like, rank))
-    )
+    remember_bases(monkeypatch)

@@ -54,8 +54,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
-import torch.distributed as dist
-
 Process: TypeAlias = Any
 """Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
 
@@ -215,6 +213,8 @@ def _serve(rank: int, world_size: int, folder: str, end: Connection) -> None:
 
 def join_group(rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
     """Join the others in a Gloo group that meets by a file."""
+    import torch.distributed as dist  # noqa: PLC0415 - as in conftest.py
+
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout

@@ -44,11 +44,12 @@ WAITING = """
 import multiprocessing, time
 from processes import process
 
-multiprocessing.current_process()._config["daemon"] = False  # so it may have processes of its own
-waiting = process(time.sleep, 600)
-waiting.start()
-print(waiting.pid, flush=True)
-time.sleep(600)
+if __name__ == "__main__":
+    multiprocessing.current_process()._config["daemon"] = False  # so it may have processes of its own
+    waiting = process(time.sleep, 600)
+    waiting.start()
+    print(waiting.pid, flush=True)
+    time.sleep(600)
 """
 IMPORTING = """
 import time, processes

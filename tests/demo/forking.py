@@ -10,9 +10,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import IO, NoReturn
 
 from thinwire import cli, launch
+from thinwire.demo import model
 
 
 class Forked:
@@ -62,6 +64,8 @@ def _be(command: Sequence[str], errors: int, environment: Mapping[str, str]) -> 
 
 def install() -> None:
     """For the rest of this process's life."""
+    model.load_text = cache(model.load_text)
+    model.load_text()  # all that is forked has it
     launch.subprocess.Popen = Forked  # type: ignore[attr-defined]
 
 

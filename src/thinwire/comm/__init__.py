@@ -20,7 +20,6 @@ from thinwire.comm.metered import Metered, Note, Recording, Traffic, wire_bytes
 from thinwire.comm.p2p import round_trips_over_gloo
 from thinwire.comm.process_group import (
     ProcessGroupTransport,
-    alone,
     checked_group,
     future_of,
     group_of,
@@ -47,7 +46,6 @@ __all__ = [
     "Transport",
     "Work",
     "agree",
-    "alone",
     "checked_group",
     "copy_from",
     "future_of",

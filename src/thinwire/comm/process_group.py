@@ -330,15 +330,6 @@ def made_of(group: dist.ProcessGroup) -> dict[Hashable, Sequence[dist.ProcessGro
     return _MADE.setdefault(group, {})
 
 
-def alone() -> dist.ProcessGroup:
-    """Return a process group of this process only. Called on all processes at the same time.
-
-    Collective over them the first time if the default group is bound to a device
-    (`init_process_group(device_id=…)`), since torch then splits its communicator.
-    """
-    return group_of([dist.get_rank()])
-
-
 def processes_of_job(timeout_seconds: float) -> Transport:
     """Return a new group of all processes of the job, or of this one if it is alone. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -350,7 +341,10 @@ def processes_of_job(timeout_seconds: float) -> Transport:
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of some processes of the job, all of which call this. Collective the first time."""
+    """Return a group of some processes of the job, all of which call this. Collective the first time.
+
+    All of the job call it if the default group is bound to a device: torch then splits its communicator.
+    """
     made, key = made_of(checked_group(None)), tuple(ranks)
     if key not in made:
         # Without that flag torch would compare the ranks with those of all other processes, which may differ.
