@@ -81,18 +81,16 @@ class Timed:
         arguments: Sequence[torch.Tensor | int | None],
         constants: Mapping[str, Any],
         device: torch.device,
-        *,
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor] = (),
+        touched: Sequence[torch.Tensor],
     ) -> None:
         before, after = two_events()
         before.record()
-        self._launch(kernel, programs, arguments, constants, device, reads=reads, writes=writes)
+        self._launch(kernel, programs, arguments, constants, device, touched)
         after.record()
         size = constants.get("R", constants.get("BITS"))
         name = kernel.partition(".")[2]
         kind = Kind(name, constants.get("G", "f"), size, constants.get("ALIGNED", True))
-        self.launches[kind].append((before, after, sum(each.nbytes for each in (*reads, *writes))))
+        self.launches[kind].append((before, after, sum(each.nbytes for each in touched)))
 
     def rows(self, case: str, copied_bytes_per_second: float) -> list[list[str]]:
         """Return a line for each kernel of a step."""

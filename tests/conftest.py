@@ -28,6 +28,7 @@ from thinwire.kernels.matrices import Rows
 
 # Of tests, beyond what preloaded.py imports.
 PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
+PACKAGES += ["hypothesis", "torchft", "thinwire.advice", "thinwire.elastic", "thinwire.hooks"]
 # What torch imports late: to train under Lightning, to compile.
 PACKAGES += ["torch.distributed.optim", "torch._dynamo.backends.debugging"]
 

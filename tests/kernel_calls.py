@@ -1,4 +1,4 @@
-"""Calls of kernels with a list for each argument, as tests write them."""
+"""Calls of kernels with a list for each argument, as tests write them, and a step checked by float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.kernels import dispatch
+from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, Terms
 
 
@@ -42,3 +43,90 @@ def iteration(
     if basis_is_left:
         return Factors((basis, own), (basis, mean))
     return Factors((own, basis), (mean, basis), projection=0)
+
+
+class Drawing:
+    """Normal numbers from one seed, the same on all devices."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device, self._generator = device, torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device)
+
+
+def assert_near(found: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert (found.double() - exact).norm() <= tolerance * (exact.norm() + 1)
+
+
+def check_a_step(
+    kernels: Kernels,
+    shapes: Sequence[tuple[int, int]],
+    matrix_rank: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    scale: float | None = None,
+    healthy: bool | None = None,
+    all_owe: bool = True,
+    projects_first: bool = False,
+    basis_is_left: bool = True,
+    distance: int = 0,
+    device: str = "cpu",
+) -> None:
+    """Compare with float64: products, projections, and what becomes of gradients and residuals.
+
+    Args:
+        kernels: The backend's.
+        shapes: Of two matrices each, in one bucket.
+        matrix_rank: At most, of each.
+        dtype: Of the gradients.
+        scale: The loss scale.
+        healthy: Whether the step is, if the device decides.
+        all_owe: Whether each matrix has a residual; else the second of each shape has none.
+        projects_first: Which is computed first, and so adds the residuals.
+        basis_is_left: Whether the means are of projections, and not of products.
+        distance: Elements between two matrices.
+        device: Where all of it is.
+    """
+    draw, wide = Drawing(device), torch.promote_types(dtype, torch.float32)
+    loss_scale, factor = (None, 1.0) if scale is None else (torch.tensor(scale, device=device), scale)
+    flag = None if healthy is None else torch.tensor(healthy, device=device)
+    groups, wholes = list[MatrixGroup](), list[torch.Tensor]()
+    for rows, columns in shapes:
+        flat, errors = draw(2, rows * columns + distance).to(dtype), [*draw(2, rows, columns).to(wide)]
+        matrices = [part[: rows * columns].view(rows, columns) for part in flat]
+        owed = [error.double() * all_owe**place for place, error in enumerate(errors)]
+        wholes.append(torch.stack([m.double() + factor * e for m, e in zip(matrices, owed, strict=True)]))
+        group_rank = min(matrix_rank, rows, columns)
+        groups.append(MatrixGroup(["a", "b"], matrices, errors if all_owe else [errors[0], None], group_rank))
+    rights, lefts = (
+        [draw(2, group.matrix_rank, group.matrices[0].shape[side]).to(wide) / 4 for group in groups]
+        for side in (1, 0)
+    )
+    if projects_first:
+        owns = kernels.projections(asked(groups, lefts, loss_scale, add_error=True))
+    found = kernels.products(asked(groups, rights, loss_scale, add_error=not projects_first))
+    if not projects_first:
+        owns = kernels.projections(asked(groups, lefts, loss_scale, add_error=False))
+    for group, whole, right, left, product, own in zip(
+        groups, wholes, rights, lefts, found, owns, strict=True
+    ):
+        assert_near(product, right.double() @ whole.mT)
+        assert_near(own, left.double() @ whole)
+        if dtype.itemsize > 2:  # the sum stays where the gradient was; 16 bits can't hold it
+            assert_near(torch.stack([*group.matrices]), whole)
+    bases, sent = (lefts, owns) if basis_is_left else (rights, found)
+    means = [draw(*own.shape).to(wide) / 4 for own in sent]
+    terms = [[iteration(*each, basis_is_left=basis_is_left)] for each in zip(bases, sent, means, strict=True)]
+    errors_of = [[*torch.zeros(whole.shape, dtype=wide, device=device)] for whole in wholes]
+    kernels.reconstruct(wanted(groups, errors_of, terms, loss_scale, flag))
+    for group, whole, written, (term,) in zip(groups, wholes, errors_of, terms, strict=True):
+        ours, mean = (left.double().mT @ right.double() for left, right in (term.sent, term.mean))
+        results, rest = torch.stack([*group.matrices]).double(), torch.stack(written).double()
+        if healthy is False:
+            assert results.isnan().all()
+            assert not rest.any()
+            continue
+        # Triton's interpreter does not round to bf16 as GPUs do.
+        assert_near(results, mean, {torch.bfloat16: 8e-3, torch.float16: 5e-4}.get(dtype, 1e-5))
+        assert_near(rest * factor, whole - ours + mean - results)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from experts import Mixture, divide
@@ -50,24 +49,21 @@ class Deadly(Wrapped):
         return work
 
 
-def new_model(seed: int, width: int, *, has_buffers: bool, inside: str) -> nn.Module:
+def new_model(seed: int, width: int, has_buffers: bool, inside: str) -> nn.Module:
     torch.manual_seed(seed)
-    if "experts" in inside:
+    if inside == "experts":
         return Mixture(32, 4)
     norm = nn.BatchNorm1d(width) if has_buffers else nn.Identity()
     return nn.Sequential(nn.Linear(32, width), nn.Tanh(), norm, nn.Linear(width, 4))
 
 
-def wrapped(model: nn.Module, inside: str, dtype: str) -> nn.Module:
+def wrapped(model: nn.Module, inside: str) -> nn.Module:
     """Let the processes of a member train a model together."""
-    model.to(getattr(torch, dtype))
     if inside == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if isinstance(model, Mixture):
-        divide(model, mesh, how="local" if inside == "local experts" else "beside")
-    elif inside == "tensor":
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+        divide(model, mesh, how="beside")
     else:
         fully_shard(model, mesh=mesh)
     return model
@@ -107,26 +103,18 @@ def train(
     steps: int,
     inside: str = "ddp",
     width: int = 16,
-    dtype: str = "float32",
     averages_gradients: bool = False,
-    step_seconds: float = 0.01,
-    starts_last: int | None = None,
     dies_at: tuple[str, int] | None = None,
     saves_at: int = -1,
     resumes: bool = False,
 ) -> None:
     path = Path(sys.argv[1])
-    while member == starts_last and '"averaged"' not in path.read_text():
-        time.sleep(0.1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     group = TorchftGroup(timeout_seconds=5, wait_seconds=60, name=f"member{member}", hostname="127.0.0.1")
     if dies_at is not None and rank == 0 and '"joined"' not in path.read_text():
         group.transport = Deadly(group.transport, *dies_at)
     # Each process its own at first: DDP takes the first one's.
-    has_buffers = not averages_gradients and inside != "tensor"
-    model = wrapped(
-        new_model(10 * member + rank, width, has_buffers=has_buffers, inside=inside), inside, dtype
-    )
+    model = wrapped(new_model(10 * member + rank, width, not averages_gradients, inside), inside)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     algorithm = Quantize(bits=4, block=16, error_feedback=True)
     local: Any
@@ -134,21 +122,19 @@ def train(
         local = Steps(model, optimizer, algorithm, group=group)
     else:
         local = DiLoCo(model, optimizer, every_steps=EVERY_STEPS, group=group, algorithm=algorithm)
-    target = torch.linspace(-1, 1, 32 * 4, dtype=getattr(torch, dtype)).view(32, 4)
+    target = torch.linspace(-1, 1, 32 * 4).view(32, 4)
     file = path.with_name(f"state-{member}-{rank}.pt")
     if resumes:
         local.load_state_dict(checkpoint.load(file))
     with local:
         tell(event="joined", step=local.steps, checksum=held_checksum(model))
         while local.steps < steps:
-            draws = torch.Generator().manual_seed(
-                1000 * member + 500 * rank * (inside != "tensor") + local.steps
-            )
-            inputs = torch.randn(64, 32, generator=draws).to(target.dtype)
+            draws = torch.Generator().manual_seed(1000 * member + 500 * rank + local.steps)
+            inputs = torch.randn(64, 32, generator=draws)
             loss = (model(inputs) - (inputs @ target).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            time.sleep(step_seconds)
+            time.sleep(0.05)  # or those that wait for a member to come back would work all the time
             local.step() if averages_gradients else optimizer.step()
             if local.steps == saves_at:
                 checkpoint.save(local.state_dict(), file)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -112,6 +113,17 @@ def in_each_member(size: int | None = None) -> Callable[[Callable[..., None]], C
     return decorated
 
 
+def once(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Compute a reference for the first member that asks; the others get the same."""
+    lock, kept = Lock(), cache(function)
+
+    def locked(*args: Any, **named: Any) -> Result:
+        with lock:
+            return kept(*args, **named)
+
+    return locked
+
+
 class Failing(Wrapped):
     """Loses means."""
 
@@ -122,6 +134,7 @@ class Failing(Wrapped):
         raise CommunicationError(f"{message.purpose}: lost")
 
 
+@once
 def data_parallel(num_workers: int, num_steps: int, dtype: torch.dtype, first_worker: int = 0) -> Tensor:
     """Train one model on the mean gradients of some workers; return its parameters."""
     model = new_model(dtype=dtype)

@@ -77,7 +77,7 @@ def context() -> Any:
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     settings = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    settings["TESTS_STARTED_BY"] = str(os.getpid())
+    settings |= {"RUST_LOG": "error", "TESTS_STARTED_BY": str(os.getpid())}  # torchft reads the former
     with patch.dict(os.environ, settings):
         forkserver.ensure_running()
     return found

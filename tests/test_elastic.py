@@ -70,7 +70,7 @@ def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path
         # It stands still when it is to be lost: however late that is seen, the job has not gone on.
         still = [*stand_in, str(Path(__file__).with_name("standing_still.py")), f"step {LOST_AT},", *script]
         leaving = opened.enter_context(
-            agent(store, other_log, still, address="127.0.0.2", last_call_seconds=100)
+            agent(store, other_log, still, address="127.0.0.2", last_call_seconds=100_000)
         )
         # Who comes first decides how long the second is waited for; who comes second completes the job.
         # An agent writes the key when it starts, and again when it has come.

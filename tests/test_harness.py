@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from multiprocessing import connection
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from commands import run_python
+from commands import run_python, started_python
 from processes import Spawn, WorkerFailed
 from test_elastic import is_running
 
@@ -42,26 +41,25 @@ sys.exit(pytest.main(sys.argv[3:]))
 """
 # A process that waits for good, started by one that does too; or a server that imports for good.
 WAITING = """
-import os, time, processes
+import multiprocessing, time
+from processes import process
 
-def wait():
-    print(os.getpid(), flush=True)
-    time.sleep(600)
-
-if __name__ == "__main__":
-    processes.modules.clear()
-    processes.process(wait).start()
-    time.sleep(600)
+multiprocessing.current_process()._config["daemon"] = False  # so it may have processes of its own
+waiting = process(time.sleep, 600)
+waiting.start()
+print(waiting.pid, flush=True)
+time.sleep(600)
 """
 IMPORTING = """
 import time, processes
 from multiprocessing import forkserver
 
-if __name__ == "__main__":
-    processes.modules[1:] = ["slow"]
-    processes.context()
-    print(forkserver._forkserver._forkserver_pid, flush=True)
-    time.sleep(600)
+server = forkserver._forkserver
+server._forkserver_alive_fd = None  # or this process would use the one that has forked it
+processes.modules[1:] = ["slow"]
+processes.context()
+print(server._forkserver_pid, flush=True)
+time.sleep(600)
 """
 
 
@@ -102,17 +100,10 @@ def test_processes_end_with_the_one_that_started_them(text: str, tmp_path: Path)
     script = tmp_path / "waiting.py"
     script.write_text(text)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    paths = [str(HERE), str(tmp_path), *filter(None, sys.path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
-        try:
-            assert parent.stdout is not None
-            started = int(parent.stdout.readline())
-            assert is_running(started)
-        finally:
-            parent.kill()
+    with started_python(str(script)) as parent:
+        started = int(parent.stdout.readline())
+        assert is_running(started)
+        parent.kill()
     deadline = time.monotonic() + 60
     while is_running(started) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import ThinwireError
 
@@ -76,6 +78,27 @@ def raised_by(action: Callable[..., object]) -> tuple[str, str]:
 
 
 # In real processes.
+
+
+def ddp_of(module: nn.Module | None = None, /, **options: Any) -> DistributedDataParallel:
+    """Wrap a module, or the small model, for DDP to average in several buckets."""
+    options = {"bucket_cap_mb": 0.005, **options}
+    return DistributedDataParallel(new_model() if module is None else module, **options)
+
+
+def gradient_of(model: nn.Module, step: int, process_rank: int | None = None) -> Tensor:
+    """Return all gradients of a pass over the batch of a step."""
+    model.zero_grad()
+    batch = batch_of(step, process_rank).to(next(model.parameters()).dtype)
+    torch.autograd.backward(model(batch).square().mean())
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def residual_of(saved: Mapping[str, Any], model: nn.Module) -> Tensor:
+    """Return the mean residual in a state, in the order of `gradient_of`."""
+    error = dict(saved["error"])
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return torch.cat([error.get(name, torch.zeros(p.shape)).flatten() for name, p in parameters])
 
 
 def gathered(tensor: Tensor) -> Tensor:

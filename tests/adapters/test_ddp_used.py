@@ -92,16 +92,6 @@ def toggled_heads(model: DistributedDataParallel, step: int, batch: Tensor) -> I
         model.module.heads[1 - task].requires_grad_(True)
 
 
-LOOPS: list[Loop] = [
-    one_pass_in_no_sync,
-    a_head_each,
-    two_averaged_passes,
-    two_passes_in_unlike_orders,
-    one_head_in_turn,
-    toggled_heads,
-]
-
-
 def check_owed(
     algorithm: Algorithm,
     loop: Loop,
@@ -119,7 +109,7 @@ def check_owed(
     sync = thinwire.attach(ours, algorithm, machines=machines, grad_scaler=lambda: scale)
     names = [name for name, _ in ours.module.named_parameters()]
     applied = {model: [torch.zeros_like(each) for each in model.parameters()] for model in (plain, ours)}
-    for step in range(8):
+    for step in range(6):
         batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
         for model, totals in applied.items():
             place_of = {id(parameter): place for place, parameter in enumerate(model.parameters())}
@@ -135,30 +125,33 @@ def check_owed(
         assert (with_owed - exact).norm() <= 1e-6 * exact.norm(), name
 
 
-@pytest.mark.parametrize("in_buckets", [False, True], ids=["copied", "bucket views"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("algorithm", [LOW_RANK, FEW_BITS], ids=str)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        one_pass_in_no_sync,
+        a_head_each,
+        two_averaged_passes,
+        two_passes_in_unlike_orders,
+        one_head_in_turn,
+        toggled_heads,
+    ],
+)
 @in_each_process(2)
-def test_every_order_of_passes_applies_what_ddp_would(
-    algorithm: Algorithm, loop: Loop, in_buckets: bool
-) -> None:
-    check_owed(algorithm, loop, gradient_as_bucket_view=in_buckets)
+def test_every_order_of_passes_applies_what_ddp_would(loop: Loop) -> None:
+    check_owed(LOW_RANK, loop, gradient_as_bucket_view=True)
+    check_owed(FEW_BITS, loop)
 
 
-@pytest.mark.parametrize("loop", [one_head_in_turn, toggled_heads])
 @in_each_process(2)
-def test_it_holds_in_the_step_after_a_warm_up(loop: Loop) -> None:
-    check_owed(PowerSGD(matrix_rank=1, warmup_steps=3), loop, min_ratio=1.2)
+def test_it_holds_in_the_step_after_a_warm_up() -> None:
+    check_owed(PowerSGD(matrix_rank=1, warmup_steps=2), one_head_in_turn, min_ratio=1.2)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**12])
-@pytest.mark.parametrize("loop", [two_averaged_passes, one_head_in_turn])
 @in_each_process(2)
-def test_it_holds_where_parameters_are_mixed_and_losses_scaled(loop: Loop, scale: float) -> None:
-    check_owed(BatchedPowerSGD(matrix_rank=2), loop, scale=scale)
+def test_it_holds_where_parameters_are_mixed_and_losses_scaled() -> None:
+    check_owed(BatchedPowerSGD(matrix_rank=2), one_head_in_turn, scale=2.0**12)
 
 
-@pytest.mark.parametrize("loop", [two_passes_in_unlike_orders, one_head_in_turn])
 @in_each_process(4)
-def test_it_holds_on_machines_of_several_processes(loop: Loop) -> None:
-    check_owed(LOW_RANK, loop, machines=[[0, 1], [2, 3]])
+def test_it_holds_on_machines_of_several_processes() -> None:
+    check_owed(LOW_RANK, one_head_in_turn, machines=[[0, 1], [2, 3]])

@@ -7,33 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 import thinwire
 from adapters.test_sharded import agreed, backward, mesh_of, runs_on_cpus, sharded, wide
 from processes import in_each_process
 from thinwire import LocalSGD, PowerSGD, hooks
-from training import error_of
+from training import ddp_of, error_of, gradient_of
 
 POWER = PowerSGD(matrix_rank=2)
 
 
-def new_ddp_model() -> DistributedDataParallel:
-    torch.manual_seed(0)
-    return DistributedDataParallel(nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 40)), bucket_cap_mb=0.004)
-
-
-def gradient_of(model: nn.Module, step: int) -> Tensor:
-    model.zero_grad()
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    torch.autograd.backward(model(torch.randn(8, 48, generator=generator)).square().mean())
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 @in_each_process(2)
 def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
-    model, plain, straight = new_ddp_model(), new_ddp_model(), new_ddp_model()
+    model, plain, straight = ddp_of(), ddp_of(), ddp_of()
     sync, other = thinwire.attach(model, POWER), thinwire.attach(straight, POWER)
     assert "sync.detach()" in error_of(lambda: thinwire.attach(model, POWER))
     assert (gradient_of(model, 0) - gradient_of(plain, 0)).norm() > 1e-3
@@ -73,7 +60,7 @@ def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
 
 @in_each_process(2)
 def test_a_hook_that_was_registered_by_hand_stays() -> None:
-    model, state = new_ddp_model(), hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    model, state = ddp_of(), hooks.PowerSGDState(None, start_powerSGD_iter=0)
     model.register_comm_hook(state, hooks.powerSGD_hook)
     gradient_of(model, 0)
     assert "nothing to take off" in error_of(state.sync.detach)

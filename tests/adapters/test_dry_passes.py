@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,11 +15,9 @@ import thinwire
 from adapters.test_sharded import attached, backward, runs_on_cpus, whole, wide
 from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, Quantize, hooks
-from thinwire.algorithms import Algorithm
-from training import are_alike
+from training import are_alike, residual_of
 
-LOW_RANK, FEW_BITS = PowerSGD(matrix_rank=1), Quantize(bits=4, error_feedback=True)
-MACHINES: dict[int, Any] = {2: False, 4: [[0, 1], [2, 3]]}
+FEW_BITS = Quantize(bits=4, error_feedback=True)
 
 
 def network(*sizes: int) -> nn.Sequential:
@@ -33,29 +29,23 @@ class Ledger:
     """What a model's optimizer was given, and what the true means were, while the model stands still."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self.parameters = dict(model.module.named_parameters())
-        self.given = {name: torch.zeros_like(each) for name, each in self.parameters.items()}
-        self.true = {name: torch.zeros_like(each) for name, each in self.parameters.items()}
+        self.module = model.module
+        self.given, self.true = torch.zeros(()), torch.zeros(())
 
     def note(self, loss: Tensor) -> None:
         """Note what an optimizer step applies: gradients as they are, of this loss of this process."""
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()))
-        for name, gradient in zip(self.parameters, gradients, strict=True):
-            mean = gradient.clone()
-            dist.all_reduce(mean)
-            self.true[name] += mean / dist.get_world_size()
-            self.given[name] += self.parameters[name].grad
+        parameters = list(self.module.parameters())
+        mean = torch.cat([each.flatten() for each in torch.autograd.grad(loss, parameters)])
+        dist.all_reduce(mean)
+        self.true = self.true + mean / dist.get_world_size()
+        self.given = self.given + torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
 
     def gap(self, sync: GradientSync) -> float:
-        """The largest part of a parameter's true gradients that is counted twice, or lost."""
-        owed = dict(sync.state_dict()["error"])
-        assert any(error.any() for error in owed.values())
+        """The part of the true gradients that is counted twice, or lost."""
+        residual = residual_of(sync.state_dict(), self.module)
+        assert residual.any()
         assert sync.stats().compression_ratio > 1.5
-        gaps = []
-        for name, true in self.true.items():
-            with_owed = self.given[name] + owed[name] if name in owed else self.given[name]
-            gaps.append(float((with_owed - true).norm() / true.norm()))
-        return max(gaps)
+        return float((self.given + residual - self.true).norm() / self.true.norm())
 
 
 def batches(steps: int, size: int) -> Iterator[Tensor]:
@@ -64,16 +54,17 @@ def batches(steps: int, size: int) -> Iterator[Tensor]:
         yield torch.randn(16, size, generator=generator)
 
 
-def attached_ddp(algorithm: Algorithm, *sizes: int) -> tuple[DistributedDataParallel, GradientSync]:
+def attached_ddp(*sizes: int) -> tuple[DistributedDataParallel, GradientSync]:
     torch.manual_seed(0)
     model = DistributedDataParallel(network(*sizes))
-    return model, thinwire.attach(model, algorithm, machines=MACHINES[dist.get_world_size()])
+    return model, thinwire.attach(model, FEW_BITS)
 
 
-def check_gan(algorithm: Algorithm) -> None:
-    (generator, _), (judge, sync) = attached_ddp(algorithm, 8, 32, 16), attached_ddp(algorithm, 16, 64, 64, 1)
+@in_each_process(2)
+def test_a_gan_of_two_ddp_models() -> None:
+    (generator, _), (judge, sync) = attached_ddp(8, 32, 16), attached_ddp(16, 64, 64, 1)
     ledger, ones = Ledger(judge), torch.ones(16, 1)
-    for noise, real in zip(batches(12, 8), batches(12, 16), strict=True):
+    for noise, real in zip(batches(8, 8), batches(8, 16), strict=True):
         both = torch.cat([real + 1, generator.module(noise).detach()])
 
         def loss_of(network: nn.Module, both: Tensor = both) -> Tensor:
@@ -87,62 +78,7 @@ def check_gan(algorithm: Algorithm) -> None:
             torch.autograd.backward(cross_entropy(judge(generator(noise)), ones))
         both_models = [*generator.parameters(), *judge.parameters()]
         assert are_alike([p.grad for p in both_models if p.grad is not None])
-    assert sync.steps == 12
-    assert ledger.gap(sync) < 1e-6
-
-
-@pytest.mark.parametrize("algorithm", [LOW_RANK, FEW_BITS], ids=str)
-@in_each_process(2)
-def test_a_gan_of_two_ddp_models(algorithm: Algorithm) -> None:
-    check_gan(algorithm)
-
-
-@in_each_process(4)
-def test_a_gan_on_machines_of_several_processes() -> None:
-    check_gan(LOW_RANK)
-
-
-@pytest.mark.parametrize("algorithm", [LOW_RANK, FEW_BITS], ids=str)
-@in_each_process(2)
-def test_sharpness_aware_steps(algorithm: Algorithm) -> None:
-    """The first pass's gradient only moves the weights to where the second one's is taken."""
-    model, sync = attached_ddp(algorithm, 16, 48, 48, 4)
-    ledger, parameters = Ledger(model), list(model.parameters())
-    for batch in batches(10, 16):
-        start = [p.detach().clone() for p in parameters]
-        model.zero_grad()
-        with sync.dry():
-            model(batch).square().mean().backward()
-        with torch.no_grad():
-            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            for parameter in parameters:
-                parameter.add_(parameter.grad, alpha=0.05 / float(norm))  # type: ignore[arg-type]
-        model.zero_grad()
-        model(batch).square().mean().backward()
-        ledger.note(model.module(batch).square().mean())
-        with torch.no_grad():
-            for parameter, was in zip(parameters, start, strict=True):
-                parameter.copy_(was)
-    assert sync.steps == 10
-    assert ledger.gap(sync) < 1e-6
-
-
-@pytest.mark.parametrize("algorithm", [LOW_RANK, FEW_BITS], ids=str)
-@in_each_process(2)
-def test_a_step_that_is_left_out_for_its_norm(algorithm: Algorithm) -> None:
-    model, sync = attached_ddp(algorithm, 16, 48, 48, 4)
-    ledger, norms = Ledger(model), []
-    for step, batch in enumerate(batches(12, 16)):
-        factor = 1e4 if step in (4, 8) else 1.0
-        model.zero_grad()
-        with sync.dry() as keep:
-            (factor * model(batch).square().mean()).backward()
-            norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))  # type: ignore[misc]
-            if norms[-1] < 100:
-                ledger.note(model.module(batch).square().mean())
-                keep()
-    assert [step for step, norm in enumerate(norms) if norm >= 100] == [4, 8]
-    assert sync.steps == 10
+    assert sync.steps == 8
     assert ledger.gap(sync) < 1e-6
 
 

@@ -20,7 +20,7 @@ from thinwire.algorithms import Algorithm
 from training import are_alike
 
 WIDTH = 48
-ALGORITHMS = [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2)]
+LOW_RANK = PowerSGD(matrix_rank=2)
 
 
 class LoRA(nn.Module):
@@ -82,7 +82,7 @@ def trained_with(algorithm: Algorithm | None, passes: int = 1, **kind: Any) -> l
     options = {"static_graph": kind.pop("static_graph", False), "bucket_cap_mb": 25 if compiled else 0.01}
     model = DistributedDataParallel(Stack(**kind), **options)
     sync = None if algorithm is None else thinwire.attach(model, algorithm)
-    whole: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    whole: Any = torch.compile(model, backend="eager") if compiled else model
     parameters = trained(whole, passes)
     if sync is not None:
         assert sync.stats().steps == 4
@@ -96,26 +96,25 @@ def apart(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 # DDP itself fails in a static graph whose first step has several passes.
-@pytest.mark.parametrize(("static_graph", "passes"), [(False, 1), (False, 2), (True, 1)])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("reentrant", "static_graph", "passes"), [(False, False, 2), (True, False, 2), (True, True, 1)]
+)
 @in_each_process(2)
 def test_layers_that_are_computed_again_change_nothing(
     reentrant: bool, static_graph: bool, passes: int
 ) -> None:
     kind = {"reentrant": reentrant, "static_graph": static_graph}
     assert apart(trained_with(AllReduce(), passes, **kind), trained_with(None, passes)) < 1e-6
-    for algorithm in ALGORITHMS:
-        assert apart(trained_with(algorithm, passes, **kind), trained_with(algorithm, passes)) == 0
+    assert apart(trained_with(LOW_RANK, passes, **kind), trained_with(LOW_RANK, passes)) == 0
 
 
 @in_each_process(2)
 def test_layers_that_are_computed_again_in_a_compiled_model() -> None:
     kind = {"reentrant": False, "compiled": True}
-    assert apart(trained_with(AllReduce(), **kind), trained_with(None)) < 1e-5
     assert apart(trained_with(Quantize(bits=4), **kind), trained_with(Quantize(bits=4))) < 0.02
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [None, True])
 @in_each_process(2)
 def test_lora_trains_its_small_matrices_alone(reentrant: bool | None) -> None:
     kind: dict[str, Any] = {"lora": True, "reentrant": reentrant}
@@ -123,21 +122,18 @@ def test_lora_trains_its_small_matrices_alone(reentrant: bool | None) -> None:
     is_trained = [each.requires_grad for each in Stack(lora=True).parameters()]
     plain = trained_with(None, lora=True)
     assert apart(trained_with(AllReduce(), **kind), plain) < 1e-6
-    for algorithm in ALGORITHMS[1:]:
-        ours = trained_with(algorithm, **kind)
-        assert apart(ours, trained_with(algorithm, lora=True)) == 0
-        moved = [not torch.equal(a, b) for a, b in zip(start, ours, strict=True)]
-        assert moved == is_trained
-        assert all(each.isfinite().all() for each in ours)
+    ours = trained_with(LOW_RANK, **kind)
+    assert apart(ours, trained_with(LOW_RANK, lora=True)) == 0
+    assert [not torch.equal(a, b) for a, b in zip(start, ours, strict=True)] == is_trained
+    assert all(parameter.isfinite().all() for parameter in ours)
 
 
-@pytest.mark.parametrize("lora", [False, True])
 @in_each_process(2)
-def test_both_in_a_sharded_model(lora: bool) -> None:
+def test_both_in_a_sharded_model() -> None:
     results = []
     for reentrant in (None, False):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        model = Stack(reentrant=reentrant, lora=lora)
+        model = Stack(reentrant=reentrant, lora=True)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])

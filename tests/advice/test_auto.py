@@ -14,17 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from catalog import buckets, random_gradients, true_means
+from advice.ways import way
+from catalog import buckets
 from processes import Spawn
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
 from thinwire.advice.automatic import Auto, Rules, _differs
 from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training, priced
 from thinwire.advice.prediction import Prediction
-from thinwire.algorithms import Algorithm
 from thinwire.comm import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
@@ -69,17 +68,7 @@ def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not(
 
 def trial(name: str, order: int, ms: float, *, spread: float = 0.0) -> Prediction:
     loss = EXACT_LOSS if order < 2 else ExpectedLoss("measured", 0.3, 0.1, 0.5)
-    return Prediction(
-        name,
-        name,
-        ms / 1e3,
-        (ms - spread) / 1e3,
-        (ms + spread) / 1e3,
-        sent_bytes=1000 / (1 + order),
-        memory_bytes=0,
-        is_lossy=order > 1,
-        loss=loss,
-    )
+    return way(name, ms - spread, ms + spread, loss, is_lossy=order > 1)
 
 
 EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
@@ -137,70 +126,34 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     return Simulation(AllReduce(), buckets(), num_workers=2)
 
 
-def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(
+def test_members_choose_alike_again_when_the_link_changes(
     simulated: Simulation, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits.
-
-    A run that resumes sends what the one before has left.
-    """
+    """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits."""
     rate = SLOW
     caplog.set_level(logging.INFO, "thinwire")
     choosers = choosers_of(simulated, lambda: rate)
-    watch = Watch(simulated.syncs[0], tmp_path / "run.jsonl")
-    used: list[Algorithm] = []
-    results = [torch.zeros(sum(spec.numel for spec in bucket), dtype=torch.float64) for bucket in buckets()]
-    truth = [torch.zeros_like(result) for result in results]
-    for step in range(64):
-        rate = FAST if 14 <= step < 40 else SLOW
-        gradients = random_gradients(simulated.buckets, num_workers=2, seed=step)
-        torch._foreach_add_(truth, true_means(gradients))
-        simulated.step(gradients)
-        torch._foreach_add_(results, [gradient.double() for gradient in gradients[0]])
-        assert simulated.syncs[0].algorithm == simulated.syncs[1].algorithm
-        assert choosers[0].trials == choosers[1].trials
-        used.append(simulated.syncs[0].algorithm)
+    used: list[str] = []
+    with Watch(simulated.syncs[0], tmp_path / "run.jsonl"):
+        for step in range(64):
+            rate = FAST if 14 <= step < 40 else SLOW
+            train_on(simulated, range(step, step + 1))
+            assert simulated.syncs[0].algorithm == simulated.syncs[1].algorithm
+            assert choosers[0].trials == choosers[1].trials
+            used.append(str(simulated.syncs[0].algorithm))
     chosen = ["PowerSGD(matrix_rank=4)", "AllReduce()", "PowerSGD(matrix_rank=4)"]
-    assert [str(used[step]) for step in (ALL_TRIALS, 32, 60)] == chosen
+    assert [used[step] for step in (ALL_TRIALS, 32, 60)] == chosen
     assert simulated.syncs[0].stats().compression_ratio > 1.5
-    watch.close()
-    changes = [step for step in range(1, 64) if used[step] != used[step - 1]]
+    # All switches are in the record of the run, and choices are told once, by the first member.
+    changes = [(step + 1, used[step]) for step in range(1, 64) if used[step] != used[step - 1]]
     plans = read_run(tmp_path / "run.jsonl").plans
-    assert [(plan["step"], plan["algorithm"]) for plan in plans[1:]] == [
-        (step + 1, str(used[step])) for step in changes
-    ]
-    # Each told once, by the first member.
-    told = caplog.messages
-    assert len(told) == 5
-    assert told[0].startswith(
-        f"thinwire.auto: from step {ALL_TRIALS} on: A step with PowerSGD(matrix_rank=4)"
-    )
-    assert told[1].startswith('thinwire.auto: Cast("bf16") 20 ms, in its trial Cast("bf16") ')
-    assert told[1].endswith("choosing again")
-    assert "A step with AllReduce() 20 ms. Nothing rougher within the budget wins" in told[2]
-    state = dict(simulated.state_dicts()[0]["error"])
-    missing = [
-        total - result - torch.cat([flat_error(state, spec.name, spec.numel) for spec in bucket])
-        for total, result, bucket in zip(truth, results, simulated.buckets, strict=True)
-    ]
-    # But for what 16 bits have rounded.
-    assert max(float(error.abs().max()) for error in missing) < 0.1
-    assert any(error.abs().max() > 0.5 for error in state.values())
-    # A run that resumes begins with exact averaging.
-    resumed = Simulation(AllReduce(), buckets(), num_workers=2)
-    for sync in resumed.syncs:
-        sync.load_state_dict(simulated.state_dicts()[0])
-    choosers_of(resumed)
-    nothing = [[torch.zeros(sum(spec.numel for spec in bucket)) for bucket in buckets()] for _ in range(2)]
-    resumed.step(nothing)
-    assert resumed.syncs[0].steps == 65
-    for bucket, sent in zip(buckets(), nothing[1], strict=True):
-        left = torch.cat([flat_error(state, spec.name, spec.numel) for spec in bucket])
-        torch.testing.assert_close(sent.double(), left)
-
-
-def flat_error(state: dict[str, torch.Tensor], name: str, numel: int) -> torch.Tensor:
-    return state[name].double().flatten() if name in state else torch.zeros(numel, dtype=torch.float64)
+    assert [(plan["step"], plan["algorithm"]) for plan in plans[1:]] == changes
+    first, again, second, *others = caplog.messages
+    assert len(others) == 2
+    assert first.startswith(f"thinwire.auto: from step {ALL_TRIALS} on: A step with PowerSGD(matrix_rank=4)")
+    assert again.startswith('thinwire.auto: Cast("bf16") 20 ms, in its trial Cast("bf16") ')
+    assert again.endswith("choosing again")
+    assert "A step with AllReduce() 20 ms. Nothing rougher within the budget wins" in second
 
 
 def choosers_of(
@@ -243,10 +196,10 @@ def test_different_arguments_on_a_different_member_are_refused(simulated: Simula
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("budget_loss", -0.1, "budget_loss must be a number of at least 0, got -0.1"),
         ("budget_loss", 50, "got 50; if that is meant as percent, write 0.01 for one percent"),
         ("optimizer", 0.1, "optimizer must be a torch optimizer, or the name of one"),
         ("least_gain", 1, "least_gain must be a share below 1"),
+        ("total_steps", 0, "total_steps must be a whole number of at least 1, got 0"),
         ("probe_steps", 1, "probe_steps must be a whole number of at least 2, got 1"),
         ("every_steps", 0, "every_steps must be a whole number of at least 2, got 0"),
     ],
@@ -256,49 +209,16 @@ def test_bad_arguments_are_refused_before_anything_is_attached(name: str, value:
         thinwire.auto(nn.Linear(2, 2), **{"optimizer": "SGD", name: value})
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(model(torch.full((2, 32), dist.get_rank() + 1.0)).square().mean())
-        optimizer.step()
-
-
 class Tuned(torch.optim.SGD):
     """One's own."""
 
 
-def _trained(model: Any, **settings: Any) -> Auto:
-    optimizer = Tuned(model.parameters(), lr=0.01)
-    # The machine has to say which one is chosen.
-    few: dict[str, Any] = {"probe_steps": 2, "budget_loss": 0.005, "least_gain": 0}
-    chooser = thinwire.auto(model, optimizer, **few, **settings)
-    train(model, optimizer, ALL_TRIALS)
-    return chooser
-
-
-def _choice_of(chooser: Auto) -> dict[str, Any]:
-    assert chooser.chosen is not None
-    return {
-        "world": dist.get_world_size(),
-        "used": (str(chooser.sync.algorithm), chooser.chosen.name, chooser.is_choosing),
-        "measured": [(trial.name, trial.step_seconds) for trial in chooser.trials],
-        "bytes": [trial.sent_bytes for trial in chooser.trials],
-        "text": str(chooser).splitlines(),
-    }
-
-
-def test_ddp_processes_choose_alike(spawn: Spawn) -> None:
-    first, second = spawn(2, _ddp)
-    assert first["world"] == 2
-    assert first["used"] == second["used"]
-    assert first["measured"] == second["measured"]
-    assert [name for name, _ in first["measured"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
-    assert first["bytes"][1] == first["bytes"][0] / 2
+def test_shards_and_replicas_choose_alike(spawn: Spawn) -> None:
+    first, *others = spawn(4, _chosen)
+    assert all(choice == first for choice in others)
+    assert [name for name, *_ in first["tried"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
+    (_, exact_bytes, _), (_, half_bytes, _), _ = first["tried"]
+    assert half_bytes == pytest.approx(exact_bytes / 2, rel=0.01)
     # Which algorithm was the fastest differs by machine, and so do the lines that tell it.
     assert [line for line in first["text"] if line.startswith(("No loss gap", "Loss gaps"))] == [
         "No loss gap was measured with Tuned: those of SGD, its base class, count.",
@@ -306,22 +226,22 @@ def test_ddp_processes_choose_alike(spawn: Spawn) -> None:
     ]
 
 
-def _ddp() -> dict[str, Any]:
-    return _choice_of(_trained(DistributedDataParallel(layers())))
-
-
-def test_shards_and_replicas_choose_alike(spawn: Spawn) -> None:
-    everyone = spawn(4, _sharded)
-    assert all(choice["world"] == 4 for choice in everyone)
-    assert all(choice["used"] == everyone[0]["used"] for choice in everyone)
-    assert all(choice["measured"] == everyone[0]["measured"] for choice in everyone)
-    assert everyone[3]["bytes"][1] == pytest.approx(everyone[3]["bytes"][0] / 2, rel=0.01)
-
-
-def _sharded() -> dict[str, Any]:
+def _chosen() -> dict[str, Any]:
+    assert dist.get_world_size() == 4
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = layers()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
     fully_shard(model, mesh=mesh["shard"])
-    chooser = _trained(model, replicas=mesh)
+    optimizer = Tuned(model.parameters(), lr=0.01)
+    # The machine has to say which one is chosen.
+    few: dict[str, Any] = {"probe_steps": 2, "budget_loss": 0.005, "least_gain": 0}
+    chooser = thinwire.auto(model, optimizer, replicas=mesh, **few)
     assert engine_of(chooser.sync).settings.health_group is not None
-    return _choice_of(chooser)
+    for _ in range(ALL_TRIALS):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(torch.full((2, 32), dist.get_rank() + 1.0)).square().mean())
+        optimizer.step()
+    assert chooser.chosen is not None
+    assert (str(chooser.sync.algorithm), chooser.is_choosing) == (chooser.chosen.name, False)
+    tried = [(trial.name, trial.sent_bytes, trial.step_seconds) for trial in chooser.trials]
+    return {"tried": tried, "text": str(chooser).splitlines()}

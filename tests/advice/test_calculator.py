@@ -15,19 +15,17 @@ from thinwire.advice.planned_steps import advise_by_size
 from thinwire.probe.measured_link import MeasuredLink
 
 ROOT = Path(__file__).parents[2]
+NAMES = "parameters", "computeSeconds", "bytesPerSecond", "machines", "optimizer", "steps"
 FACTS: list[dict[str, Any]] = [
-    {"parameters": 350_000_000, "computeSeconds": 0.8, "bytesPerSecond": 1.25e8, "machines": 2}
-    | {"optimizer": "AdamW", "steps": 20000},
-    {"parameters": 350_000_000, "computeSeconds": 0.8, "bytesPerSecond": 1.25e10, "machines": 2}
-    | {"optimizer": "AdamW", "steps": 20000},
-    {"parameters": 123_456_789, "computeSeconds": 0.1, "bytesPerSecond": 1.25e9, "machines": 8}
-    | {"optimizer": "Muon", "steps": 300},
-    {"parameters": 7_000_000_000, "computeSeconds": 3.0, "bytesPerSecond": 1.25e9, "machines": 3}
-    | {"optimizer": "SGD", "steps": 400},
-    {"parameters": 5_000_000, "computeSeconds": 0.5, "bytesPerSecond": 1.25e7, "machines": 2}
-    | {"optimizer": None, "steps": None},
-    {"parameters": 70, "computeSeconds": 0.01, "bytesPerSecond": 1.25e7, "machines": 2}
-    | {"optimizer": "Lion", "steps": 2000},
+    dict(zip(NAMES, values, strict=True))
+    for values in (
+        (350_000_000, 0.8, 1.25e8, 2, "AdamW", 20000),
+        (350_000_000, 0.8, 1.25e10, 2, "AdamW", 20000),
+        (123_456_789, 0.1, 1.25e9, 8, "Muon", 300),
+        (7_000_000_000, 3.0, 1.25e9, 3, "SGD", 400),
+        (5_000_000, 0.5, 1.25e7, 2, None, None),
+        (70, 0.01, 1.25e7, 2, "Lion", 2000),
+    )
 ]
 
 
@@ -48,13 +46,8 @@ def test_the_calculator_says_what_the_command_says() -> None:
     ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     for facts, told in zip(FACTS, json.loads(ended.stdout), strict=True):
         link = MeasuredLink.of_rate(8 * facts["bytesPerSecond"], 0.0, facts["machines"])
-        advice = advise_by_size(
-            facts["parameters"],
-            facts["computeSeconds"],
-            link,
-            optimizer=facts["optimizer"],
-            total_steps=facts["steps"],
-        )
+        options = {"optimizer": facts["optimizer"], "total_steps": facts["steps"]}
+        advice = advise_by_size(facts["parameters"], facts["computeSeconds"], link, **options)
         assert told["best"] == advice.best.name, facts
         ways = {way["name"]: way for way in told["ways"]}
         for prediction in advice.predictions:

@@ -44,11 +44,6 @@ def _pasted(lines: list[str]) -> tuple[int, list[float]]:
             names["ddp_model"] = DistributedDataParallel(names["model"])
             names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
             # Of a model that the lines shard it can be made in between only, as they say.
-            run(
-                text.replace(
-                    "# make the optimizer here, of the shards",
-                    "optimizer = SGD(model.parameters(), lr=0.1)",
-                ),
-                names,
-            )
-        return dist.get_world_size(), [each.stats().compression_ratio for each in made]
+            made_there = "optimizer = SGD(model.parameters(), lr=0.1)"
+            run(text.replace("# make the optimizer here, of the shards", made_there), names)
+        return dist.get_world_size(), [sync.stats().compression_ratio for sync in made]

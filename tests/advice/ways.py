@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
-from thinwire.advice import Advice, ExpectedLoss, LossGap, Prediction
-from thinwire.advice.losses import EXACT_LOSS
+from thinwire.advice import Advice, ExpectedLoss, LossGap, Prediction, losses, priced_steps
+from thinwire.advice.losses import EXACT_LOSS, priced
 from thinwire.probe import Probe, Timing
 from thinwire.probe.link_timings import ring_share
 
@@ -24,6 +27,14 @@ def network(
         for size in (4, 1 << 20, 1 << 24)
     ]
     return Probe(world_size, "gloo", "cpu", timings, [], nodes or [list(range(world_size))])
+
+
+@contextmanager
+def only_priced(*names: str) -> Iterator[None]:
+    """Few algorithms are priced, which takes less time."""
+    few = {name: variant for name, variant in priced().items() if name in names}
+    with patch.object(priced_steps, "priced", few.copy), patch.object(losses, "priced", few.copy):
+        yield
 
 
 def row(name: str, optimizer: str, members: int, percent: float, **others: Any) -> LossGap:

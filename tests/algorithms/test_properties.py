@@ -57,7 +57,7 @@ def algorithms(draw: st.DrawFn) -> Algorithm:
 
 
 @given(layouts(), algorithms(), st.integers(1, 4), st.integers(-20, 20))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_telescoping_identity(
     layout: list[tuple[ParameterSpec, ...]], algorithm: Algorithm, num_workers: int, exponent: int
 ) -> None:

@@ -19,47 +19,13 @@ import members
 import thinwire
 from catalog import buckets, random_gradients
 from processes import in_each_process
-from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import registry
-from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, run_members
 from thinwire.probe import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
 from thinwire.watch.report import report_page
-from toy import TREND, AroundTrend
+from toy import AroundTrend
 from training import are_alike
-
-
-def test_it_goes_to_a_low_rank_algorithm_and_back() -> None:
-    simulation = Simulation(AroundTrend(), buckets(), num_workers=2)
-    for step, algorithm in enumerate([AroundTrend(), thinwire.PowerSGD(matrix_rank=2), AroundTrend()]):
-        for sync in simulation.syncs:
-            sync.use(algorithm)
-        for _ in range(2):
-            assert simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
-    memory = simulation.engines[0].state.memory
-    assert memory[TREND].keys() == memory[ERROR].keys()
-
-
-def test_lists_of_tensors_are_averaged_by_members_in_one_process() -> None:
-    transports = InProcessTransport.group(3)
-
-    def body(rank: int) -> tuple[list[torch.Tensor], float]:
-        parameters = [torch.zeros(40, 30), torch.zeros(30)]
-        adapter = GradientListAdapter(parameters, AroundTrend(), transport=transports[rank])
-        draws = torch.Generator().manual_seed(rank)
-        for _ in range(3):
-            means, committed = adapter.average([torch.randn(p.shape, generator=draws) for p in parameters])
-            assert committed
-        return [mean for mean in means if mean is not None], adapter.sync.stats().compression_ratio
-
-    first, *others = run_members(3, body)
-    assert first[1] > 3.5
-    for means, _ in others:
-        for mine, theirs in zip(first[0], means, strict=True):
-            assert mine.any()
-            assert torch.equal(mine, theirs)
 
 
 def test_models_are_averaged_less_often_with_it() -> None:

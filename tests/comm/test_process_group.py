@@ -22,13 +22,8 @@ from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 
 @in_each_process(2)
-def test_every_collective_carries_every_type() -> None:
-    check_every_collective(ProcessGroupTransport())
-
-
-@in_each_process(2)
-def test_between_two_messages_go_p2p() -> None:
-    """And carry what Gloo's own collectives do, to the bit."""
+def test_between_two_every_message_goes_p2p() -> None:
+    """And carries what Gloo's own collectives do, to the bit."""
     transport, of_backend = ProcessGroupTransport(), ProcessGroupTransport(p2p=False)
     for carrier in (transport, of_backend):
         check_every_collective(carrier)

@@ -16,6 +16,7 @@ import pytest
 from commands import stand_ins, started_python
 
 pytest.importorskip("torchft")
+pytestmark = pytest.mark.timeout(300)
 
 PATIENCE_SECONDS = 90.0
 SCRIPT = str(Path(__file__).parents[1] / "machine_member.py")
@@ -48,6 +49,12 @@ class Told:
         wanted = {"event": "averaged", "member": member, "rank": 0}
         self.wait_for(len(self.lines(**wanted)) + number, **wanted)
 
+    def wait_for_losses(self, number: int) -> None:
+        """Wait until the first member has lost so many others."""
+        self.wait(
+            lambda: [line for line in self.lines(event="averaged", member=0) if line["losses"] >= number]
+        )
+
     def check_equal(self, *, have_parts: bool) -> int:
         """Check that all models of a step, or parts of one, are alike; return how many several told of.
 
@@ -79,107 +86,74 @@ def running(folder: Path, *options: str, processes: int = 2, **settings: Any) ->
             yield Told(told, output)
 
 
-@pytest.mark.parametrize(("inside", "averages_gradients"), [("ddp", True), ("fsdp", False)])
-def test_a_member_of_two_processes_ends_with_one_of_them_and_comes_back(
-    tmp_path: Path, averages_gradients: bool, inside: str
-) -> None:
-    settings: dict[str, Any] = {"inside": inside, "width": 15, "averages_gradients": averages_gradients}
-    with running(tmp_path, "--min=2", "--max=3", **settings) as told:
-        for member in range(3):  # two may begin without the third
+def test_a_member_ends_as_a_whole_comes_back_stands_still_and_leaves(tmp_path: Path) -> None:
+    """Each of its processes has a part of the model; what befalls one befalls the member, and no other."""
+    dies = {"1": {"dies_at": ("whether all have received everything", 7)}}
+    with running(tmp_path, "--min=2", "--max=3", inside="fsdp", of_member=dies) as told:
+        *dead, one, other = told.wait_for(4, event="joined", member=1)
+        assert {one["rank"], other["rank"]} == {0, 1}
+        assert min(one["step"], other["step"]) > 0
+        told.wait_for_losses(1)
+        for member in (1, 2):
             told.wait_for_averagings(member)
-        pid = told.lines(event="joined", member=1, rank=1)[0]["pid"]
-        other = told.lines(event="joined", member=1, rank=0)[0]["pid"]
-        os.kill(pid, signal.SIGKILL)
-        told.wait_for(1, event="averaged", member=0, losses=1, rank=1)
-        back = told.wait_for(4, event="joined", member=1)[2:]
-        assert {line["rank"] for line in back} == {0, 1}
-        assert all(line["step"] > 0 for line in back)
-        told.wait_for_averagings(1)
-        assert len(told.lines(event="joined")) == 8  # no other member was restarted
-        assert {line["pid"] for line in told.lines(member=1, event="joined")} > {pid, other}
-        told.wait(lambda: told.check_equal(have_parts=inside == "fsdp") > 5)
 
-
-def test_a_member_of_another_layout_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
-    options = ["--min=2", "--max=3", "--max-restarts=0"]
-    with running(tmp_path, *options, starts_last=2, of_member={"2": {"inside": "fsdp"}}) as told:
-        refused = told.wait_for(1, event="raised", member=2)
-        assert {line["error"] for line in refused} == {"AgreementError"}
-        assert all("processes of a member" in line["message"] for line in refused)
-        told.wait_for_averagings(0)
-        assert told.lines(event="averaged", member=0)[-1]["losses"] == 0
-        told.wait(lambda: told.check_equal(have_parts=False) > 3)
-
-
-@pytest.mark.parametrize("inside", ["tensor", "experts"])
-def test_a_member_leaves_in_order_when_one_of_its_processes_is_asked_to(tmp_path: Path, inside: str) -> None:
-    with running(tmp_path, "--min=2", "--max=3", inside=inside) as told:
-        for member in range(3):  # two may begin without the third
-            told.wait_for_averagings(member)
-        os.kill(told.lines(event="joined", member=1, rank=1)[0]["pid"], signal.SIGTERM)
-        told.wait_for(2, event="left", member=1)
-        after = {"event": "averaged", "member": 0, "leaves": 1, "losses": 0, "lost_error": 0.0}
-        second = told.wait_for(1, rank=1, **after)[0]
-        first = told.wait_for(1, rank=0, step=second["step"], **after)[0]
-        assert first["checksum"] != second["checksum"]
-        told.wait_for_averagings(0)
-        assert not told.lines(event="raised")
-        told.wait(lambda: told.check_equal(have_parts=True) > 3)
-
-
-def test_a_member_whose_tensors_do_not_say_that_they_are_parts_is_refused(tmp_path: Path) -> None:
-    with running(tmp_path, "--min=2", "--max-restarts=0", inside="local experts") as told:
-        refused = told.wait_for(1, event="raised")[0]
-    assert refused["error"] == "AttachError"
-    assert "but the model spans 1" in refused["message"]
-
-
-@pytest.mark.parametrize(
-    ("inside", "moment"), [("fsdp", "whether all have received everything"), ("ddp", "step")]
-)
-def test_others_repeat_an_averaging_in_which_a_member_dies(tmp_path: Path, inside: str, moment: str) -> None:
-    of_member = {"1": {"dies_at": (moment, 7)}}
-    with running(tmp_path, "--min=2", "--max=3", inside=inside, of_member=of_member) as told:
-        told.wait_for(4, event="joined", member=1)
-        told.wait_for_averagings(0)
-        assert not told.lines(event="raised", member=0)
-        assert len(told.lines(event="joined")) == 8
-        told.wait(lambda: told.check_equal(have_parts=inside == "fsdp") > 3)
-
-
-@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
-def test_members_of_several_processes_resume_and_make_the_same_models(tmp_path: Path, inside: str) -> None:
-    settings: dict[str, Any] = {"inside": inside, "steps": 16}
-    with running(tmp_path, "--min=2", saves_at=8, **settings) as told:
-        told.wait_for(4, event="done")
-    with running(tmp_path, "--min=2", resumes=True, **settings) as told:
-        told.wait_for(8, event="done")
-    assert [line["step"] for line in told.lines(event="joined")] == [0] * 4 + [8] * 4
-    assert told.check_equal(have_parts=inside == "fsdp") >= 4
-    assert len(told.lines(event="averaged", step=16)) == 8
-
-
-def test_a_member_whose_first_process_stands_still_goes_on_later_from_the_others(tmp_path: Path) -> None:
-    with running(tmp_path, "--min=2", "--max=3", inside="fsdp") as told:
+        still = told.lines(event="joined", member=2, rank=0)[0]["pid"]
+        os.kill(still, signal.SIGSTOP)
+        told.wait_for_losses(2)
+        os.kill(still, signal.SIGCONT)
         told.wait_for_averagings(2)
-        pid = told.lines(event="joined", member=1, rank=0)[0]["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        told.wait_for(1, event="averaged", member=0, losses=1)
-        os.kill(pid, signal.SIGCONT)
+        assert len(told.lines(event="joined")) == 8  # only the one that died was restarted
+
+        os.kill(one["pid"] if one["rank"] == 1 else other["pid"], signal.SIGTERM)
+        told.wait_for(2, event="left", member=1)
+        checksums = []
+        for rank in (0, 1):
+            told.wait_for(1, event="averaged", member=0, rank=rank, leaves=1)
+            lines = told.lines(event="averaged", member=0, rank=rank)
+            after = next(number for number, line in enumerate(lines) if line["leaves"])
+            # It has handed over, and not lost, what it owed.
+            assert lines[after - 2]["lost_error"] == lines[after]["lost_error"] > 0
+            checksums.append(lines[after]["checksum"])
+        assert checksums[0] != checksums[1]
+        told.wait_for_averagings(0)
+        assert {line["pid"] for line in told.lines(event="raised")} <= {line["pid"] for line in dead}
+        told.wait(lambda: told.check_equal(have_parts=True) > 5)
+
+
+def test_a_killed_member_averages_gradients_again_and_one_of_another_layout_is_refused(
+    tmp_path: Path,
+) -> None:
+    """All processes of a member have the whole model; of the stranger, each of three has a part."""
+    options: dict[str, Any] = {"width": 15, "averages_gradients": True}
+    with running(tmp_path, "--min=1", "--max=2", inside="ddp", **options) as told:
+        for member in range(2):
+            told.wait_for_averagings(member)
+        killed = {line["pid"] for line in told.lines(event="joined", member=1)}
+        os.kill(told.lines(event="joined", member=1, rank=1)[0]["pid"], signal.SIGKILL)
+        told.wait_for_losses(1)
+        back = told.wait_for(4, event="joined", member=1)[2:]
+        assert all(line["step"] > 0 and line["pid"] not in killed for line in back)
         told.wait_for_averagings(1)
         assert len(told.lines(event="joined")) == 6
-        assert not told.lines(event="raised")
-        told.wait(lambda: told.check_equal(have_parts=True) > 3)
 
-
-def test_a_member_of_another_number_of_processes_is_refused_by_name(tmp_path: Path) -> None:
-    with running(tmp_path, "--min=2", inside="fsdp") as told:
-        told.wait_for_averagings(0)
+        losses = told.lines(event="averaged", member=0)[-1]["losses"]
         lighthouse = told.output.read_text().partition("lighthouse ")[2].partition(";")[0]
-        others = ["--max=1", "--min=2", "--max-restarts=0", f"--lighthouse={lighthouse}"]
-        with running(tmp_path, *others, processes=3, inside="fsdp", first_member=7):
-            refused = told.wait_for(1, event="raised")[0]
-        assert (refused["member"], refused["error"]) == (7, "AgreementError")
-        assert "processes of a member 2, each" in refused["message"]
+        others = ["--max=1", "--min=1", "--max-restarts=0", f"--lighthouse={lighthouse}"]
+        with running(tmp_path, *others, processes=3, inside="fsdp", first_member=7, **options):
+            refused = told.wait_for(3, event="raised", member=7)
+        assert {line["error"] for line in refused} == {"AgreementError"}
+        assert all("processes of a member 2, each with the whole" in line["message"] for line in refused)
         told.wait_for_averagings(0)
-        assert told.lines(event="averaged", member=0)[-1]["losses"] == 0
+        assert told.lines(event="averaged", member=0)[-1]["losses"] == losses
+        told.wait(lambda: told.check_equal(have_parts=False) > 5)
+
+
+def test_members_that_were_killed_resume_and_make_the_same_models(tmp_path: Path) -> None:
+    """Some parameters are whole in each process, and others a part of what the member has."""
+    with running(tmp_path, "--min=2", inside="experts", saves_at=8) as told:
+        told.wait_for(4, event="averaged", step=20)
+    with running(tmp_path, "--min=2", inside="experts", resumes=True) as told:
+        told.wait_for(8, event="averaged", step=20)
+    assert [line["step"] for line in told.lines(event="joined")] == [0] * 4 + [8] * 4
+    assert len(told.lines(event="averaged", step=16)) == 8
+    assert told.check_equal(have_parts=True) > 5

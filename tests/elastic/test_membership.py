@@ -33,12 +33,11 @@ from thinwire.elastic import (
     LocalSGD,
     Steps,
 )
-from thinwire.errors import CommunicationError, ConfigError, LeftError, StateError, StepError
+from thinwire.errors import AttachError, CommunicationError, ConfigError, LeftError, StateError, StepError
 from thinwire.local_sgd import admission, elastic_members, model_changes
 from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
-from thinwire.local_sgd.member_status import MembershipStats, MemberStatus, count_changes
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.sync.state import digest_of
 from thinwire.watch import read_run
@@ -88,7 +87,6 @@ class Run(InTurns[LocalSGD]):
         faults: dict[int, tuple[Any, ...]] | None = None,
         options: dict[int, dict[str, Any]] | None = None,
         kind: Callable[..., LocalSGD] = LocalSGD,
-        min_members: int = 1,
         wait_seconds: float = 60.0,
         weigh_by: str = "steps",
         send_optimizer: bool = True,
@@ -101,7 +99,7 @@ class Run(InTurns[LocalSGD]):
         # By turn and member, its steps and its change.
         self.put_in: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
         of_group = {"weigh_by": weigh_by, "send_optimizer": send_optimizer}
-        lighthouse = InProcessLighthouse(min_members, wait_seconds, **of_group)
+        lighthouse = InProcessLighthouse(1, wait_seconds, **of_group)
         super().__init__(joins_at, lighthouse=lighthouse, ends=ends, faults=faults)
 
     def train(self, member: int) -> str:
@@ -301,18 +299,6 @@ def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost()
     assert (stats.losses, stats.joins) == (1, 1)
 
 
-def test_a_residual_that_is_none_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    members = [
-        MemberStatus(step=5, weight=1.0, is_finite=True, member=n, error_norm=norm)
-        for n, norm in enumerate([0.0, 0.5, 1.0])
-    ]
-    count_changes(MembershipStats(), members, members[2:])
-    assert caplog.messages == [
-        "a member has vanished after step 5",
-        "a member has vanished after step 5, and with it a residual of norm 0.5, as last known",
-    ]
-
-
 def test_who_has_not_yet_started_from_what_it_was_sent_hands_that_on() -> None:
     run = Run([0, 0, 0], faults={0: ("who takes part", 1, Killed)})
     assert run.results == ["killed", "done", "done"]
@@ -327,6 +313,7 @@ def test_most_of_those_who_were_here_decide_whose_model_is_kept(joins_at: list[i
     run.check_equal()
     assert run.adapters[0].membership().lost_error > 0
     assert run.adapters[1].membership().lost_error == 0
+    assert {step for step, _ in run.models} == {0, 2, 4, 6, 8}  # its own steps do not count
 
 
 def test_two_groups_are_of_unlike_lineages_though_their_quorums_have_the_same_numbers() -> None:
@@ -335,24 +322,6 @@ def test_two_groups_are_of_unlike_lineages_though_their_quorums_have_the_same_nu
     lineages = [{adapter._membership.lineage for adapter in run.adapters.values()} for run in runs]
     assert len(lineages[0]) == len(lineages[1]) == 1
     assert lineages[0] != lineages[1]
-
-
-def test_steps_of_who_starts_from_the_others_do_not_count() -> None:
-    run = Run([0, 0, 0], ends={0: (2, "stray")})
-    assert run.results == ["done"] * 3
-    assert {step for step, _ in run.models} == {0, 2, 4, 6, 8}
-
-
-class Annotated(torch.optim.SGD):
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        super().__init__([{"params": parameters, "note": object()}], lr=1.0)
-
-
-def test_what_can_not_be_sent_to_newcomers_is_told_at_once() -> None:
-    run = Run([0, 0], outer=Annotated)
-    assert run.results == ["StateError"] * 2
-    assert "a object can't be sent to a member that joins, expected tensors" in str(run.errors[0])
-    assert not run.lighthouse.there
 
 
 class Hollow(torch.Tensor):
@@ -367,18 +336,25 @@ class Hollow(torch.Tensor):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("note", [object, Hollow])
-def test_what_an_optimizer_remembers_later_and_can_not_be_sent_is_told_too(
-    note: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("note", "is_late"), [(object, False), (object, True), (Hollow, True)])
+def test_what_can_not_be_sent_to_newcomers_is_told_as_soon_as_it_is_there(
+    note: Callable[[], Any], is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Remembering(torch.optim.SGD):
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__([{"params": [*parameters], **({} if is_late else {"note": note()})}], lr)
+
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step()
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter]["note"] = note()
 
     monkeypatch.setattr(torch.optim, "SGD", Remembering)
-    assert Run([0, 0]).results == ["StateError"] * 2
+    run = Run([0, 0])
+    assert run.results == ["StateError"] * 2
+    assert f"a {note.__name__} can't be sent to a member that joins, expected" in str(run.errors[0])
+    assert not run.lighthouse.there
+    assert bool(run.models) == is_late
     assert Run([0, 0], send_optimizer=False).results == ["done"] * 2
 
 
@@ -596,19 +572,18 @@ def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> d
 
 
 @pytest.mark.parametrize("adapter", [DILOCO, STEPS], ids=["DiLoCo", "Steps"])
-@pytest.mark.parametrize("case", UNFIT)
 def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
-    case: str, adapter: Callable[..., Any]
+    adapter: Callable[..., Any],
 ) -> None:
-    change, told = UNFIT[case]
     with ExitStack() as opened:
         first, second = entered(adapter, opened), entered(adapter, opened)
         sent = deserialize(serialize(first._membership.state()))
-        held = deserialize(serialize(second._membership.state()))
-        assert digest_of(held) != digest_of(sent)
-        with pytest.raises(StateError, match=told):
-            adopt(second, changed(sent, change))
-        assert digest_of(second._membership.state()) == digest_of(held)
+        held = digest_of(second._membership.state())
+        assert held != digest_of(sent)
+        for case, (change, told) in UNFIT.items():
+            with pytest.raises(StateError, match=told):
+                adopt(second, changed(sent, change))
+            assert digest_of(second._membership.state()) == held, case
         adopt(second, sent)  # nothing stands in its way
         assert second._membership.state()["members"]["optimizers"][1]["state"]
 
@@ -636,12 +611,6 @@ def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
     assert "not finite" in str(run.errors[1])
     assert run.models[8, 0].isfinite().all()
     run.check_equal()
-
-
-def test_too_few_members_wait_and_then_say_so() -> None:
-    run = Run([0, 0], min_members=2, wait_seconds=0.0, ends={1: (4, "leave")})
-    assert run.results == ["CommunicationError", "left"]
-    assert "2 members" in str(run.errors[0])
 
 
 def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
@@ -679,9 +648,7 @@ def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
     assert all(torch.equal(run.lasts(0), run.lasts(member)) for member in (1, 2))
 
 
-def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_them_over() -> None:
-    last, outer = nn.Parameter(torch.ones(())), dict[str, Any](lr=2**-6, momentum=0.5)
-    reference = torch.optim.SGD([last], nesterov=True, **outer)
+def test_newcomers_take_over_an_average_that_16_bits_would_round_away() -> None:
     members = []
     with ExitStack() as opened:
         for _ in range(2):
@@ -689,26 +656,19 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             model.weight.data.fill_(1.0)
             model.weight.grad = torch.full_like(model.weight, -1.0)
             optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
-            group = alone()
-            options: Any = {"every_steps": 2, "algorithm": AllReduce()}
-            options |= {"outer": Nesterov(lr=outer["lr"], momentum=outer["momentum"])}
-            members.append(opened.enter_context(DiLoCo(model, optimizer, group=group, **options)))
-        weight, others = (cast(nn.Linear, adapter.module).weight for adapter in members)
-        for _ in range(16):
+            outer = Nesterov(lr=2**-6, momentum=0.5)
+            local = DiLoCo(model, optimizer, every_steps=2, group=alone(), algorithm=AllReduce(), outer=outer)
+            members.append(opened.enter_context(local))
+        for _ in range(2):
             members[0]._optimizers[0].step()
-            members[0]._optimizers[0].step()
-            last.grad = torch.tensor(-(2.0**-4))
-            assert last.bfloat16() + outer["lr"] * 2**-4 == last.bfloat16()
-            reference.step()
-            assert torch.equal(weight, last.bfloat16().expand(4, 4))
-        assert last.bfloat16() != 1
+        ((_, last),) = members[0]._model.fragments.lasts
+        assert (last > 1).all()
+        assert (last.bfloat16() == 1).all()
         adopt(members[1], deserialize(serialize(members[0]._membership.state())))
-        assert torch.equal(others, weight)
-        for adapter in members:
-            assert all(
-                (flat == last).all() for fragment in adapter._model.fragments for flat in fragment.last
-            )
-            assert adapter._membership.state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
+        assert torch.equal(*(parameters_of(member.module) for member in members))
+        states = [member._membership.state() for member in members]
+        assert len({digest_of([state["last_average"], state["outer"]]) for state in states}) == 1
+        assert states[0]["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -754,6 +714,9 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
         local.count_work(3)
     with pytest.raises(StepError, match="outside the context"), local.averaged():
         pass
+    group.inside = InProcessTransport.group(2)[0]
+    with pytest.raises(AttachError, match="2 processes but the model spans 1"):
+        LocalSGD(model, optimizer, every_steps=2, group=group)
 
 
 def test_a_watch_logs_who_has_come_and_gone(tmp_path: Path) -> None:
@@ -774,13 +737,12 @@ def by_own_steps(steps: int, own: int) -> float:
     return 0.1 / (1 + own)
 
 
-@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_a_schedule_that_counts_a_members_own_steps_is_refused(kind: Any) -> None:
-    run = Run([0, 0, 4], kind=kind, rate=by_own_steps)
+def test_a_schedule_that_counts_a_members_own_steps_is_refused() -> None:
+    run = Run([0, 0, 4], rate=by_own_steps)
     assert run.results == ["done", "done", "StepError"]
     told = "lr of SGD is 0.05 on this member and 0.0125 on the others at step 8"
     assert str(run.errors[2]).startswith(told)
-    by_steps = Run([0, 0, 4], kind=kind, rate=lambda steps, _: 0.1 / (1 + steps))
+    by_steps = Run([0, 0, 4], rate=lambda steps, _: 0.1 / (1 + steps))
     assert by_steps.results == ["done"] * 3
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from kernel_calls import asked, iteration, wanted
+from kernel_calls import Drawing, check_a_step
 from processes import Spawn
-from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
+from thinwire import AllReduce, PowerSGD, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport
@@ -34,14 +33,12 @@ from thinwire.kernels.dispatch import (
     entry_kernels_for,
     kernels_for,
 )
-from thinwire.kernels.matrices import MatrixGroup, Rows, Write
+from thinwire.kernels.matrices import Rows, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
 from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
 from thinwire.plan import ParameterSpec
-from thinwire.powersgd import Config, optimizer_step
-from thinwire.powersgd import PowerSGD as Aggregator
 from thinwire.sync import Engine
 from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
@@ -50,8 +47,17 @@ from thinwire.tensors.coded import CODEBOOKS
 from thinwire.tensors.entries import Chunks, EntryLayout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
-on_both = pytest.mark.parametrize("device", DEVICES)
+
+
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+
+
+def on_both(names: str, *cases: object) -> pytest.MarkDecorator:
+    """Try all cases on a GPU, and the last one on the CPU, so that the test itself is tried everywhere."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    on_gpu = [pytest.param(*row, "cuda", marks=needs_gpu) for row in rows]
+    return pytest.mark.parametrize(f"{names}, device", [*on_gpu, (*rows[-1], "cpu")], ids=str)
+
 
 STEPS = 5
 
@@ -84,49 +90,7 @@ def gap(one: list[Tensor], other: list[Tensor]) -> float:
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-ALGORITHMS: list[Algorithm] = [
-    AllReduce(),
-    Cast("fp16"),
-    Cast("bf16"),
-    PowerSGD(matrix_rank=2),
-    PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
-    PowerSGD(matrix_rank=2, wire_dtype="bf16"),
-    BatchedPowerSGD(),
-    Quantize(bits=4),
-]
-
-
-@on_both
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attached_models_train_as_on_the_cpu(
-    spawn: Spawn, algorithm: Algorithm, dtype: torch.dtype, device: str
-) -> None:
-    results = spawn(2, _attached, algorithm, dtype, device)
-    assert len(results) == 2
-    for difference, ratio, parameters in results:
-        assert difference < (5e-2 if dtype == torch.bfloat16 or "bf16" in str(algorithm) else 1e-3)
-        assert isinstance(algorithm, AllReduce) or ratio > 1.2 or dtype == torch.bfloat16
-        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][2], strict=True))
-
-
-def _attached(algorithm: Algorithm, dtype: torch.dtype, device: str) -> tuple[float, float, list[Tensor]]:
-    exact_products()
-    trained = {}
-    for place in {"cpu", device}:  # one, where there is no other
-        model = DistributedDataParallel(new_module(dtype).to(place), bucket_cap_mb=0.02)
-        sync = thinwire.attach(model, algorithm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            torch.autograd.backward(loss_of(model, step, place, dtype))
-            optimizer.step()
-        trained[place] = [p.detach().cpu() for p in model.parameters()]
-    return gap(trained[device], trained["cpu"]), sync.stats().compression_ratio, trained[device]
-
-
-@on_both
-@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(matrix_rank=2)], ids=str)
+@on_both("algorithm", AllReduce(), PowerSGD(matrix_rank=2))
 def test_sharded_models_overlap_to_the_same_result(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
     for difference, ratio, steps in spawn(2, _sharded, algorithm, device):
         assert difference < 1e-6
@@ -158,10 +122,9 @@ def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float, int]:
     return gap(*trained), sync.stats().compression_ratio, sync.steps
 
 
-@on_both
-@pytest.mark.parametrize(
+@on_both(
     "name",
-    ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"],
+    *("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "batched_powerSGD_hook", "powerSGD_hook"),
 )
 def test_every_hook(spawn: Spawn, name: str, device: str) -> None:
     for gradients, plain in spawn(2, _hooked, name, device):
@@ -184,7 +147,7 @@ def _hooked(name: str, device: str) -> tuple[list[Tensor], list[Tensor]]:
     return ours, plain
 
 
-@on_both
+@on_each_device
 def test_an_overflow_under_a_grad_scaler(spawn: Spawn, device: str) -> None:
     for steps, skipped, finite, scale in spawn(2, _overflow, device):
         assert (steps, skipped) == (STEPS, 1)
@@ -209,50 +172,7 @@ def _overflow(device: str) -> tuple[int, int, bool, float]:
     return sync.stats().steps, sync.stats().nonfinite_steps, finite, scaler.get_scale()
 
 
-@on_both
-@pytest.mark.parametrize("kind", ["optimizer_step", "LocalSGD"])
-def test_without_ddp(spawn: Spawn, kind: str, device: str) -> None:
-    for difference, ratio, parameters in (results := spawn(2, _without_ddp, kind, device)):
-        assert difference < 1e-3
-        assert ratio > 2
-        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][2], strict=True))
-
-
-def _without_ddp(kind: str, device: str) -> tuple[float, float, list[Tensor]]:
-    exact_products()
-    trained, ratio = {}, 0.0
-    for place in ("cpu", device):
-        model = new_module().to(place)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        ratio = TRAINING[kind](model, optimizer, place)
-        trained[place] = [p.detach().cpu() for p in model.parameters()]
-    return gap(trained[device], trained["cpu"]), ratio, trained[device]
-
-
-def _with_optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> float:
-    powersgd = Aggregator(model.parameters(), Config(rank=2, start_compressing_after_num_steps=0))
-    for step in range(STEPS):
-        torch.autograd.backward(loss_of(model, step, device))
-        optimizer_step(optimizer, powersgd)
-    return powersgd.stats().compression_ratio
-
-
-def _with_local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> float:
-    with thinwire.LocalSGD(model, optimizer, every_steps=2, algorithm=PowerSGD(matrix_rank=2)) as local:
-        for step in range(2 * STEPS):
-            optimizer.zero_grad()
-            torch.autograd.backward(loss_of(model, step, device))
-            optimizer.step()
-    return local.stats().compression_ratio
-
-
-TRAINING: dict[str, Callable[..., float]] = {
-    "optimizer_step": _with_optimizer_step,
-    "LocalSGD": _with_local_sgd,
-}
-
-
-@on_both
+@on_each_device
 def test_state_moves_between_devices(spawn: Spawn, device: str) -> None:
     for difference in spawn(2, _moved, device):
         assert difference < 1e-3
@@ -358,30 +278,33 @@ def test_triton_serves_where_it_can() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("bits", CODEBOOKS)
+@pytest.mark.parametrize("healthy", [None, True, False])
 @pytest.mark.parametrize("matrix_rank", [1, 4, 8, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dtype: torch.dtype) -> None:
-    triton, plain = kernels_for(torch.empty(1, device="cuda"), 4), LOW_RANK
+def test_a_step_is_that_of_float64(dtype: torch.dtype, matrix_rank: int, healthy: bool | None) -> None:
     exact_products()
-    draw = torch.Generator("cuda").manual_seed(0)
-    given = [torch.randn(2, 700, 256, device="cuda", generator=draw) for _ in range(2)]
-    right = torch.randn(2, matrix_rank, 256, device="cuda", generator=draw)
-    found = []
-    for kernels, held in ((triton, dtype), (plain, torch.float32)):
-        # Copies, of fp32 too: the kernels write to both.
-        matrices, errors = given[0].to(dtype).to(held, copy=True), given[1].clone()
-        group = MatrixGroup(["a", "b"], list(matrices), list(errors), matrix_rank)
-        (left,) = kernels.products(asked([group], [right], None, add_error=True))
-        (basis,) = kernels.orthonormal_rows([Rows(left)])
-        (own,) = kernels.projections(asked([group], [basis], None, add_error=False))
-        kernels.reconstruct(wanted([group], [list(errors)], [[iteration(basis, own, own)]], None))
-        found.append((basis, own, matrices.float(), errors))
-    loss = 1e-5 if dtype == torch.float32 else 1e-2
-    for one, other in zip(*found, strict=True):
-        assert (one - other).norm() < loss * other.norm()
+    of_triton = kernels_for(torch.empty(1, device="cuda"), 4)
+    for kernels in [of_triton, *([LOW_RANK] if dtype == torch.float32 else [])]:
+        check_a_step(
+            kernels, [(700, 256), (60, 99)], matrix_rank, dtype=dtype, healthy=healthy, device="cuda"
+        )
 
-    flat, codebook = given[0].view(-1).to(dtype), CODEBOOKS[bits]
+
+@needs_gpu
+@pytest.mark.parametrize("matrix_rank", [1, 4, 8, 32])
+def test_bases_by_triton_are_those_of_pytorch(matrix_rank: int) -> None:
+    rows = Drawing("cuda")(2, matrix_rank, 700)
+    found = [
+        kernels.orthonormal_rows([Rows(rows.clone())])[0] for kernels in (kernels_for(rows, 4), LOW_RANK)
+    ]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", CODEBOOKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_codes_by_triton_are_those_of_pytorch(bits: int, dtype: torch.dtype) -> None:
+    flat, codebook = Drawing("cuda")(2 * 700 * 256).to(dtype), CODEBOOKS[bits]
     blocks = Blocks((700 * 256 - 3, 3 + 700 * 256), 64, 2)
     coded = code_kernels_for(flat).encoded(flat, blocks, codebook, None)
     # PyTorch on a GPU multiplies by the inverse of what it divides by. For fewer bits a scale is a
@@ -392,7 +315,7 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     for codes, each in zip((code_kernels_for(flat), CODES), decoded, strict=True):
         codes.decode(coded, blocks, codebook, each)
     assert torch.equal(*decoded)
-    assert coded.message.nbytes < given[0].nbytes / 3
+    assert coded.message.nbytes < 4 * len(flat) / 3
 
 
 @needs_gpu
@@ -426,19 +349,11 @@ def test_few_entries_by_triton_are_those_of_pytorch(
 def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) -> None:
     flag = torch.tensor(healthy, device="cuda")
     for kernels in (kernels_for(torch.empty(1, device="cuda"), 4), LOW_RANK):
-        draw = torch.Generator("cuda").manual_seed(0)
-        matrix, error = (torch.randn(70, 64, device="cuda", generator=draw) for _ in range(2))
-        left, own = (torch.randn(1, 4, size, device="cuda", generator=draw) for size in (70, 64))
-        before = error.clone()
-        group = MatrixGroup(["a"], [matrix], [error], 4)
-        kernels.reconstruct(wanted([group], [[error]], [[iteration(left, own, own)]], None, flag))
-        assert matrix.isnan().all() == (not healthy)
-        assert torch.equal(error, before) == (not healthy)
-        gradient, kept = torch.zeros(5000, device="cuda"), torch.zeros_like(own)
-        kernels.write([Write(gradient, torch.ones_like(gradient), False, flag), Write(kept, own, True, flag)])
-        assert gradient.isnan().all() == (not healthy)
-        assert healthy is bool(gradient.nan_to_num(0.0).sum() == 5000)
-        assert torch.equal(kept, own if healthy else torch.zeros_like(own))
+        gradient, kept, new = torch.zeros(5000, device="cuda"), *torch.arange(8.0, device="cuda").view(2, 4)
+        before = kept.clone()
+        kernels.write([Write(gradient, torch.ones_like(gradient), False, flag), Write(kept, new, True, flag)])
+        assert (gradient == 1).all() if healthy else gradient.isnan().all()
+        assert torch.equal(kept, new if healthy else before)
 
 
 @needs_gpu

@@ -228,14 +228,12 @@ def _count_launch(
     arguments: object,
     constants: object,
     device: torch.device,
-    *,
-    reads: Sequence[torch.Tensor] = (),
-    writes: Sequence[torch.Tensor] = (),
+    touched: Sequence[torch.Tensor],
 ) -> None:
     counting = _get_current_dispatch_mode()
     if isinstance(counting, Counting) and programs:
         counting.launches[kernel] += 1
-        counting.bytes[kernel] += sum(map(_held_bytes, [*reads, *writes]))
+        counting.bytes[kernel] += sum(map(_held_bytes, touched))
 
 
 def by_triton() -> AbstractContextManager[object]:

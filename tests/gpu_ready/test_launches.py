@@ -1,8 +1,8 @@
-"""What steps cost an accelerator: bounds on launches, bytes and host waits of GPT-2 small."""
+"""What steps cost an accelerator: bounds on launches, bytes and host waits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_ready.counting import (
     Alike,
@@ -47,7 +46,10 @@ from thinwire.sync import settings as settings_room
 from thinwire.sync.settings import loss_scale_of
 from thinwire.tensors.accelerators import to_device_async
 
-ONE_LAYER = {name: shape for name, shape in gpt2_small().items() if name.startswith("h.0.")}
+ONE_LAYER, THREE_LAYERS = (
+    {name: shape for name, shape in gpt2_small().items() if name.startswith(layers)}
+    for layers in (("h.0.",), ("h.0.", "h.1.", "h.2."))
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Step:
             engine.average(zip(buckets, flats, strict=True), is_agreed=True)
 
         with by_triton() if self.by_triton else nullcontext():
-            found, _ = counted(step, untold=4)
+            found, _ = counted(step)
         is_exact = isinstance(self.algorithm, AllReduce)
         assert is_exact or self.machines or engine.reporter.counts().compression_ratio > 1.5
         return found
@@ -117,11 +119,11 @@ UNCHECKED: dict[str, Any] = {"host_check": False}
 BY_SCALER: dict[str, Any] = {"loss_scale": loss_scale_of(GradScaler("cpu"))}
 
 STEPS = {
-    "rank 4": Step(RANK_4, 520, 8.5),
-    "rank 4, no host check": Step(RANK_4, 640, 11.6, 0, UNCHECKED),
-    "batched, no host check": Step(BatchedPowerSGD(), 335, 18.5, 0, UNCHECKED),
-    "machines, exact": Step(AllReduce(), 0, 0.0, 0, machines=True),
-    "machines, rank 4": Step(RANK_4, 365, 9.4, machines=True),
+    "rank 4": Step(RANK_4, 210, 8.5, shapes=THREE_LAYERS),
+    "rank 4, no host check": Step(RANK_4, 240, 11.6, 0, UNCHECKED, shapes=THREE_LAYERS),
+    "batched, no host check": Step(BatchedPowerSGD(), 155, 15.5, 0, UNCHECKED, shapes=THREE_LAYERS),
+    "machines, exact": Step(AllReduce(), 0, 0.0, 0, shapes=THREE_LAYERS, machines=True),
+    "machines, rank 4": Step(RANK_4, 180, 8.5, shapes=THREE_LAYERS, machines=True),
     # No more than with a host check, and no wait.
     "Triton, rank 4": Step(RANK_4, 46, 7.3, 0, UNCHECKED, by_triton=True),
     "Triton, rank 4, 16 bits, GradScaler": Step(RANK_4, 46, 12.5, 1, BY_SCALER, BF16, by_triton=True),
@@ -133,8 +135,18 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_gpt2_small(name: str) -> None:
+def test_a_later_step(name: str) -> None:
     STEPS[name].check()
+
+
+def waits_of(engine: Engine) -> int:
+    """How often the host waits in a later step of one layer."""
+    buckets = buckets_of(ONE_LAYER)
+
+    def step() -> None:
+        engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
+
+    return counted(step)[0].waits
 
 
 @pytest.mark.parametrize("host_check", [True, False])
@@ -143,37 +155,19 @@ def test_that_others_must_be_healthy_too_makes_the_host_wait_no_more(
     of_a_machine: bool, host_check: bool
 ) -> None:
     """Of the processes of a machine, and of the shards of a replica."""
-    others, machines = OfTwoBackends(), None
+    others = OfTwoBackends()
     settings = Settings(host_check=host_check, health_group=None if of_a_machine else others)
-    if of_a_machine:
-        machines = Machines(others, Alike())
+    machines = Machines(others, Alike()) if of_a_machine else None
     engine = Engine(PowerSGD(matrix_rank=4), Alike(), settings=settings, machines=machines)
-    buckets = buckets_of(ONE_LAYER)
-
-    def step() -> None:
-        engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
-
-    assert counted(step, untold=4)[0].waits == int(host_check)
+    assert waits_of(engine) == int(host_check)
 
 
 def test_a_weight_makes_the_host_wait_no_more() -> None:
-    engine = Engine(AllReduce(), OnDevice(), settings=Settings(host_check=False, weight=lambda: 3.0))
-    buckets = buckets_of(ONE_LAYER)
-
-    def step() -> None:
-        engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
-
-    assert counted(step, untold=4)[0].waits == 0
+    settings = Settings(host_check=False, weight=lambda: 3.0)
+    assert waits_of(Engine(AllReduce(), OnDevice(), settings=settings)) == 0
 
 
 of_one_layer: Any = partial(Step, shapes=ONE_LAYER)  # in two buckets
-
-VARIANTS = {variant.code: variant.algorithm for each in REGISTRY for variant in each.variants}
-
-
-@pytest.mark.parametrize("code", VARIANTS)
-def test_every_algorithm_that_there_is(code: str) -> None:
-    of_one_layer(VARIANTS[code], 550, 80.0).check()
 
 
 # In units, about a half more than was measured.
@@ -186,17 +180,21 @@ HOST_TIMES: list[tuple[Algorithm, bool, float]] = [
 
 @pytest.mark.parametrize(("algorithm", "is_scaled", "limit"), HOST_TIMES, ids=str)
 def test_the_hosts_time(algorithm: Algorithm, is_scaled: bool, limit: float) -> None:
-    """The least of three tries: others may use the machine meanwhile."""
+    """In one of three tries: others may use the machine meanwhile."""
     scale = loss_scale_of(GradScaler("cpu") if is_scaled else None)
-    found = [host_time(algorithm, loss_scale=scale) for _ in range(3)]
-    assert min(each.units for each in found) <= limit, list(map(str, found))
+    found = []
+    for _ in range(3):
+        found.append(host_time(algorithm, loss_scale=scale))
+        if found[-1].units <= limit:
+            return
+    pytest.fail(", ".join(map(str, found)))
 
 
-class Ordered(TorchDispatchMode):
+class Ordered(Counting):  # type: ignore[no-untyped-call]
     """Notes operations of which CUDA does not promise the same bits every time, such as sums of floats."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.unordered: list[str] = []
 
     def __torch_dispatch__(
@@ -207,37 +205,35 @@ class Ordered(TorchDispatchMode):
         accumulates = name in ("index_put", "put") and True in (args[3:4], (kwargs or {}).get("accumulate"))
         if adds_up or accumulates or name in UNORDERED:
             self.unordered.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 UNORDERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "kthvalue", "histc", "bincount"}
+VARIANTS = {variant.code: variant.algorithm for registered in REGISTRY for variant in registered.variants}
 
 
-@pytest.mark.parametrize("host_check", [True, False])
-@pytest.mark.parametrize("algorithm", [*(v for r in REGISTRY for v in r.variants), TopK()], ids=str)
-def test_every_run_has_the_same_bits(algorithm: Any, host_check: bool, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("code", [*VARIANTS, "TopK()"])
+def test_every_algorithm_takes_few_launches_and_has_the_same_bits_in_every_run(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What one member has sent is added at places that are all different.
     monkeypatch.setattr(torch_entries, "_add", lambda *_: None)
-    engine = Engine(
-        getattr(algorithm, "algorithm", algorithm), Alike(), settings=Settings(host_check=host_check)
-    )
+    engine = Engine(VARIANTS.get(code, TopK()), Alike(), settings=Settings(host_check=False))
     buckets = buckets_of(ONE_LAYER)
-    with on_meta(), Ordered() as ordered, Counting():
-        for _ in range(2):
-            engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
-    assert ordered.unordered == []
+    with on_meta():
+        for _ in range(3):
+            with Ordered() as counting:
+                engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
+            assert counting.unordered == []
+    assert sum(counting.launches.values()) <= 500, counting.launches
 
 
 def test_kernels_that_get_an_address_get_a_whole_tensor() -> None:
     """What has arrived is often a part of each row of a message."""
-    read: list[torch.Tensor] = []
-
-    def launched(*_: object, reads: Sequence[torch.Tensor] = (), **__: object) -> None:
-        read.extend(reads)
-
-    with by_triton(), patch.object(launcher, "launch", launched):
+    with by_triton(), patch.object(launcher, "launch") as launched:
         all_finite(torch.empty(2, 10, device="meta")[:, :4])
-    assert [each.is_contiguous() for each in read] == [True]
+    read, _ = launched.call_args.args[-1]
+    assert read.is_contiguous()
 
 
 def test_a_loss_scale_of_the_users_own_reaches_the_device_without_a_wait() -> None:

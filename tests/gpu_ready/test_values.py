@@ -80,17 +80,15 @@ def test_the_same_as_on_the_cpu(
 
 
 SCALE = torch.tensor(3.0)
-SCALES: dict[str, dict[str, Any]] = {
-    "no loss scale": {},
-    "one loss scale": {"loss_scale": lambda device: SCALE},
-    "a new tensor whenever it is asked": {"loss_scale": lambda device: SCALE.clone()},
+# Types, steps that are not finite, and a loss scale, which may be a new tensor whenever it is asked for.
+RUNS: dict[str, tuple[torch.dtype, set[int], dict[str, Any]]] = {
+    "fp32": (torch.float32, {0}, {}),
+    "bf16, one loss scale": (torch.bfloat16, {1, 2}, {"loss_scale": lambda device: SCALE}),
+    "fp32, new loss scales": (torch.float32, {1, 2}, {"loss_scale": lambda device: SCALE.clone()}),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("bad_steps", "scaled"), list(zip([{0}, {1, 2}, {1, 2}], SCALES, strict=True)), ids=str
-)
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -103,15 +101,12 @@ SCALES: dict[str, dict[str, Any]] = {
     ids=str,
 )
 def test_without_a_host_check_to_the_bit_what_it_is_with_one(
-    algorithm: Algorithm,
-    bad_steps: set[int],
-    scaled: str,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    algorithm: Algorithm, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dtype, bad_steps, settings = RUNS[name]
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
-    seen, expected = run(algorithm, dtype, bad_steps, **SCALES[scaled])
+    seen, expected = run(algorithm, dtype, bad_steps, **settings)
 
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
 
@@ -122,7 +117,7 @@ def test_without_a_host_check_to_the_bit_what_it_is_with_one(
 
     if isinstance(algorithm, LowRank):
         monkeypatch.setattr(Memory, "copied", None)  # nothing is copied to be put back
-    unseen, got = run(algorithm, dtype, bad_steps, host_check=False, **SCALES[scaled])
+    unseen, got = run(algorithm, dtype, bad_steps, host_check=False, **settings)
     for step, (a, b) in enumerate(zip(seen, unseen, strict=True)):
         assert a.isnan().all() == b.isnan().all() == (step in bad_steps)
         assert step in bad_steps or is_same(a, b)

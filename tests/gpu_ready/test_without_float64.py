@@ -50,7 +50,7 @@ def lacks_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("lacks_float64")
 @pytest.mark.filterwarnings("ignore:a device of type meta does not compute in float64")
 @pytest.mark.parametrize(
-    "algorithm", [*(v.algorithm for r in REGISTRY for v in r.variants), TopK(), TopK(bits=8)], ids=str
+    "algorithm", [*(registered.made() for registered in REGISTRY), TopK(bits=8)], ids=str
 )
 def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
     engine, specs = Engine(algorithm, Alike()), buckets_of(SHAPES)

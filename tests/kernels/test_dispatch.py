@@ -46,15 +46,23 @@ def test_numba_serves_fp32_one_thread_and_small_matrix_ranks() -> None:
 
 
 @pytest.fixture
-def not_loaded() -> Iterator[None]:
-    for found in (dispatch._load_numba, dispatch._first_that_serves):
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process."""
+    asked = (
+        dispatch._load_numba,
+        dispatch._first_that_serves,
+        triton_limits.why_unusable,
+        triton_limits._why_not,
+    )
+    monkeypatch.setattr(accelerators, "warned", set())
+    for found in asked:
         found.cache_clear()
     yield
-    for found in (dispatch._load_numba, dispatch._first_that_serves):
+    for found in asked:
         found.cache_clear()
 
 
-@pytest.mark.usefixtures("not_loaded")
+@pytest.mark.usefixtures("nothing_told")
 @needs_numba
 @pytest.mark.parametrize("error", [ImportError("needs another NumPy"), RuntimeError("no locator available")])
 def test_a_numba_that_does_not_work_is_told_and_products_taken(
@@ -66,7 +74,7 @@ def test_a_numba_that_does_not_work_is_told_and_products_taken(
     assert served_by_torch(torch.ones(8, 8), 3)  # and is not told again
 
 
-@pytest.mark.usefixtures("not_loaded")
+@pytest.mark.usefixtures("nothing_told")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["no Numba", "not served"])
 def test_without_numba_products_are_taken_in_silence_and_nothing_is_loaded(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -98,17 +106,7 @@ def test_a_bucket_is_served_by_the_backend_of_its_largest_matrix_rank(
         engine.average([(specs[:1], torch.randn(20 * 16))])
 
 
-@pytest.fixture
-def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(accelerators, "warned", set())
-    for found in (triton_limits._why_unusable, dispatch._first_that_serves):
-        found.cache_clear()
-    yield
-    for found in (triton_limits._why_unusable, dispatch._first_that_serves):
-        found.cache_clear()
-
-
-@pytest.mark.usefixtures("nothing_warned")
+@pytest.mark.usefixtures("nothing_told")
 @pytest.mark.parametrize(
     ("package", "found", "told"),
     [
@@ -138,7 +136,7 @@ def test_where_triton_lacks_pytorch_serves_and_says_so_once(
     assert dispatch.code_kernels_for(like) is dispatch.TORCH_TABLES.codes  # and is not told again
 
 
-@pytest.mark.usefixtures("nothing_warned")
+@pytest.mark.usefixtures("nothing_told")
 def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
     like = torch.empty(1, device="meta")
@@ -151,7 +149,7 @@ def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch)
     assert served_by_torch(like, 33)
 
 
-@pytest.mark.usefixtures("nothing_warned")
+@pytest.mark.usefixtures("nothing_told")
 @pytest.mark.parametrize(
     ("device", "told"),
     [
@@ -166,7 +164,6 @@ def test_a_device_that_triton_does_not_reach_is_told(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    triton_limits._why_not.cache_clear()
     with pytest.warns(UserWarning, match=f"{told}: PyTorch's kernels serve"):
         assert not triton_limits.reaches(device)
     assert not triton_limits.reaches(device)  # and is not told again

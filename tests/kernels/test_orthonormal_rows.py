@@ -56,7 +56,7 @@ def low_rank(rows: int, columns: int, matrix_rank: int, seed: int) -> torch.Tens
     exponent=st.integers(-30, 30),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_spans_what_the_svd_spans(rows: int, extra: int, missing: int, exponent: int, seed: int) -> None:
     matrix_rank = max(0, rows - missing)
     matrix = low_rank(rows, rows + extra, matrix_rank, seed) * 10.0**exponent

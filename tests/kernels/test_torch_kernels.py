@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_calls import asked, iteration, wanted
+from kernel_calls import check_a_step, iteration, wanted
 from thinwire.kernels import torch_kernels
-from thinwire.kernels.matrices import MatrixGroup, Rows, round_all_into, round_into
+from thinwire.kernels.matrices import MatrixGroup, round_all_into, round_into
 from thinwire.kernels.torch_kernels import LOW_RANK as KERNELS
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
@@ -39,32 +39,12 @@ def as_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("distance", [0, 7])
-@pytest.mark.parametrize("num_terms", [1, 2])
-@pytest.mark.parametrize("projects", [False, True])
+@pytest.mark.parametrize("projects_first", [False, True])
+@pytest.mark.usefixtures("as_batches")
 def test_matrices_at_equal_distances_are_one_batch(
-    scale: float | None, distance: int, num_terms: int, projects: bool, request: pytest.FixtureRequest
+    scale: float | None, distance: int, projects_first: bool
 ) -> None:
-    loss_scale = None if scale is None else torch.tensor(scale)
-    right, left = factor_of(3, 2, 33), factor_of(3, 2, 18)
-    terms = [
-        iteration(left, factor_of(3, 2, 33, seed=2 * each), factor_of(3, 2, 33, seed=2 * each + 1))
-        for each in range(num_terms)
-    ]
-
-    def run() -> list[torch.Tensor]:
-        group = batched_group((18, 33), distance)
-        made = [
-            *KERNELS.products(asked([group], [right], loss_scale, add_error=not projects)),
-            *KERNELS.projections(asked([group], [left], loss_scale, add_error=projects)),
-        ]
-        errors = [error for error in group.errors if error is not None]
-        KERNELS.reconstruct(wanted([group], [errors], [terms], loss_scale))
-        return [*made, *group.matrices, *errors]
-
-    expected = run()
-    request.getfixturevalue("as_batches")
-    for a, b in zip(run(), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    check_a_step(KERNELS, [(18, 33)], 2, scale=scale, projects_first=projects_first, distance=distance)
 
 
 @pytest.mark.usefixtures("as_batches")
@@ -102,40 +82,7 @@ def test_a_step_is_the_mathematics_of_the_paper(
     shape: tuple[int, int], dtype: torch.dtype, scale: float | None
 ) -> None:
     """Groups of several shapes in one call; residuals of some matrices only."""
-    loss_scale = None if scale is None else torch.tensor(scale)
-    groups = [
-        MatrixGroup(
-            ["a", "b"],
-            [factor_of(*each, seed=seed).to(dtype) for seed in (0, 1)],
-            [factor_of(*each, seed=2).to(dtype), None],
-            matrix_rank,
-        )
-        for each, matrix_rank in ((shape, 2), (shape[::-1], 3))
-    ]
-    whole = [
-        torch.stack(
-            [m if e is None else m + e * (scale or 1) for m, e in zip(g.matrices, g.errors, strict=True)]
-        )
-        for g in groups
-    ]
-    rights = [factor_of(2, g.matrix_rank, g.matrices[0].shape[1]).to(dtype) for g in groups]
-    lefts = KERNELS.products(asked(groups, rights, loss_scale, add_error=True))
-    own = KERNELS.projections(asked(groups, lefts, loss_scale, add_error=False))
-    for left, right, projection, m in zip(lefts, rights, own, whole, strict=True):
-        torch.testing.assert_close(left, right @ m.mT, rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(projection, left @ m, rtol=1e-4, atol=1e-1)
-    bases = KERNELS.orthonormal_rows([Rows(left) for left in lefts])
-    own = KERNELS.projections(asked(groups, bases, loss_scale, add_error=False))
-    found = [
-        iteration(basis, projection, projection / 2) for basis, projection in zip(bases, own, strict=True)
-    ]
-    errors = [[torch.empty_like(m) for m in groups[0].matrices], None]
-    KERNELS.reconstruct(wanted(groups, errors, [[each] for each in found], loss_scale))
-    for group, each in zip(groups, found, strict=True):
-        torch.testing.assert_close(torch.stack([*group.matrices]), each.mean[0].mT @ each.mean[1])
-    rest = (whole[0] - bases[0].mT @ own[0]) / (scale or 1)
-    assert errors[0] is not None
-    torch.testing.assert_close(torch.stack(errors[0]), rest, rtol=1e-4, atol=1e-4)
+    check_a_step(KERNELS, [shape, shape[::-1]], 3, dtype=dtype, scale=scale, all_owe=False)
 
 
 @pytest.mark.parametrize("healthy", [None, True, False])

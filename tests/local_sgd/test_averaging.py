@@ -27,26 +27,25 @@ OTHERS = "the model's trainable parameters or buffers are others than when this 
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dtype", "max_gap"),
+    ("size", "algorithm", "dtype", "max_gap"),
     [
-        (AllReduce(), torch.float64, 1e-12),
-        (AllReduce(), torch.float32, 1e-5),
-        (FULL_RANK, torch.float32, 1e-4),
+        (4, AllReduce(), torch.float64, 1e-12),
+        (2, AllReduce(), torch.float32, 1e-5),
+        (2, FULL_RANK, torch.float32, 1e-4),
     ],
     ids=["exact, fp64", "exact, fp32", "full rank, fp32"],
 )
-@pytest.mark.parametrize("size", [2, 4])
 @in_each_member()
 def test_averaging_every_step_is_data_parallel_training(
     member: Member, algorithm: Algorithm, dtype: torch.dtype, max_gap: float
 ) -> None:
-    expected, model = data_parallel(member.size, 8, dtype), new_model(dtype=dtype)
+    expected, model = data_parallel(member.size, 5, dtype), new_model(dtype=dtype)
     moved = (expected - flat(model)).norm()
-    assert moved > 0.1
+    assert moved > 0.05
     member.take(model)
     addresses = [p.data_ptr() for p in model.parameters()]
     with member.local(every_steps=1, algorithm=algorithm):
-        member.train(8)
+        member.train(5)
     assert (flat(model) - expected).norm() < max_gap * moved
     assert member.agreed()
     assert addresses == [p.data_ptr() for p in model.parameters()]
@@ -57,7 +56,7 @@ def with_statistics() -> Any:
     return nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
 
 
-@pytest.mark.parametrize("algorithm", [TopK(), Quantize(bits=1)])
+@pytest.mark.parametrize("algorithm", [TopK(), BatchedPowerSGD(matrix_rank=1)])
 @in_each_member(4)
 def test_statistics_are_averaged_as_they_are(member: Member, algorithm: Algorithm) -> None:
     """A variance that is only about the mean may be negative, and its model's outputs NaN."""
@@ -66,20 +65,19 @@ def test_statistics_are_averaged_as_they_are(member: Member, algorithm: Algorith
     variance = model[1].running_var
     with member.local(every_steps=1, algorithm=algorithm) as local:
         variance.copy_(torch.rand(48, generator=torch.Generator().manual_seed(member.rank)))
-        variances = member.gathered(variance)
+        variances, plan = member.gathered(variance), local.sync.plan
         member.optimizer.step()
+        assert local.sync.plan == plan
     assert len({tuple(each.tolist()) for each in variances}) == 4
     torch.testing.assert_close(variance, variances.mean(0))
+    assert [r.names for r in plan.routes if not r.is_compressed] == [("1.running_mean",), ("1.running_var",)]
     assert local.stats().compression_ratio > 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @in_each_member(2)
-def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(
-    member: Member, dtype: torch.dtype
-) -> None:
+def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(member: Member) -> None:
     """They hold weights that stay; torch has no arithmetic on them."""
-    model = new_model()
+    model, dtype = new_model(), torch.float8_e4m3fn
     scale = torch.full((4,), 1.0 + member.rank).to(dtype)
     model.register_buffer("scale", scale)
     member.take(model)
@@ -93,33 +91,6 @@ def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(
     model.register_parameter("extra", nn.Parameter(torch.ones(4).to(dtype)))
     with pytest.raises(GradientError, match=f"^extra is trained in {dtype}"):
         member.local()
-
-
-@pytest.mark.parametrize("algorithm", [Quantize(bits=4, error_feedback=True), BatchedPowerSGD(matrix_rank=1)])
-@in_each_member(2)
-def test_before_the_first_averaging_the_plan_knows_statistics(member: Member, algorithm: Algorithm) -> None:
-    """As it is after it."""
-    member.take(with_statistics())
-    with member.local(every_steps=1, algorithm=algorithm) as local:
-        first = local.sync.plan
-        member.optimizer.step()
-        assert local.sync.plan == first
-    assert first.compression_ratio > 4
-    assert [r.names for r in first.routes if not r.is_compressed] == [("1.running_mean",), ("1.running_var",)]
-
-
-@in_each_member(2)
-def test_every_few_steps_the_models_become_their_mean(member: Member) -> None:
-    alone = new_model()
-    train(alone, new_optimizer(alone), range(3), member.rank)
-    mean, agreed = member.gathered(flat(alone)).mean(0), []
-    with member.local(every_steps=3):
-        for step in range(6):
-            member.train(step, step + 1)
-            agreed.append(member.agreed())
-            if step == 2:
-                assert (flat(member.model) - mean).abs().max() < 1e-6
-    assert agreed == [False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
@@ -240,8 +211,7 @@ def test_of_another_optimizer_under_the_same_scaler_steps_do_not_count(member: M
     assert (local.steps, local.stats().messages) == (4, 2)
 
 
-@pytest.mark.parametrize("every_steps", [2, 4, 100])
-@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize(("every_steps", "hierarchical"), [(2, True), (4, False), (100, False)])
 @in_each_member(4)
 def test_different_numbers_of_batches_are_an_error_on_all_members(
     member: Member, every_steps: int, hierarchical: bool
@@ -252,13 +222,6 @@ def test_different_numbers_of_batches_are_an_error_on_all_members(
         member.local(every_steps=every_steps, subgroup=member.pair if hierarchical else None),
     ):
         member.train(3 if member.rank == 1 else 4)
-
-
-@in_each_member(10)
-def test_of_many_who_disagree_eight_are_listed(member: Member) -> None:
-    told = "(0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7 and 2 more)"
-    with refused(StepError, told), member.local(every_steps=9):
-        member.train(member.rank)
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), POWER], ids=str)
@@ -303,7 +266,7 @@ def test_a_subgroup_that_diverges_stops_all_members(member: Member) -> None:
 @in_each_member(2)
 def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothing(member: Member) -> None:
     with (
-        refused(StepError, "the averaged change of the parameters overflowed"),
+        refused(StepError, "the averaged change of the parameters overflowed", "Nothing was averaged"),
         member.local(algorithm=Cast("fp16")) as local,
     ):
         member.train(1)
@@ -313,14 +276,11 @@ def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothin
     assert torch.equal(own, flat(member.model))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "told"), [(POWER, "but the residual has"), (AllReduce(), "Nothing was av")]
-)
-def test_it_is_told_whether_memory_was_written_by_then(algorithm: Algorithm, told: str) -> None:
+def test_it_is_told_if_memory_was_written_by_then() -> None:
     def body(member: Member) -> None:
-        with refused(StepError, "the averaged change"), member.local(algorithm=algorithm) as local:
+        with refused(StepError, "the averaged change"), member.local(algorithm=POWER) as local:
             own = flat(member.model)
-            with pytest.raises(StepError, match=told):
+            with pytest.raises(StepError, match="but the residual has"):
                 member.train(2)
             assert (flat(member.model) - own).norm() > 0.01  # its own steps stay
             local.average()
@@ -535,14 +495,16 @@ def test_a_model_that_trains_other_parameters_than_when_it_was_made_is_refused(
 
 @in_each_member(2)
 def test_averaging_on_request_leaves_the_schedule_alone(member: Member) -> None:
-    seen, messages = [], []
+    seen, messages, observed = [], [], []
     with member.local(every_steps=3) as local:
+        local.observers.append(lambda committed: observed.append((local.steps, committed)))
         for step, action in enumerate(["step", "average", "average", "step", "step", "step"]):
             member.train(step, step + 1) if action == "step" else local.average()
             seen.append(member.agreed())
             messages.append(local.stats().messages)
     assert [*seen, member.agreed()] == [False, True, True, False, True, False, True]
     assert [*messages, local.stats().messages] == [0, 1, 1, 1, 2, 2, 3]
+    assert observed == [(step, True) for step in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -551,23 +513,14 @@ def test_exit_takes_everything_off_and_averages_only_if_clean(member: Member, ra
     scaler = GradScaler("cpu")
     scaler.step = own = scaler.step  # type: ignore[method-assign]
     member.optimizer.register_step_post_hook(lambda *_: None)
-    local = member.local(every_steps=5, grad_scaler=scaler)
+    local = member.local(every_steps=3, grad_scaler=scaler)
     with pytest.raises(KeyError) if raises else nullcontext(), local:
         assert len(member.optimizer._optimizer_step_post_hooks) == 2
         member.train(2)
         if raises:
             raise KeyError
     assert len(member.optimizer._optimizer_step_post_hooks) == 1
-    member.train(10 if raises else 0)
+    member.train(3 if raises else 0)
     assert member.agreed() != raises
     assert scaler.step is own
     assert local.stats().messages == (0 if raises else 1)
-
-
-@in_each_member(2)
-def test_observers_are_called_after_every_step(member: Member) -> None:
-    seen: list[tuple[int, bool]] = []
-    with member.local(every_steps=2) as local:
-        local.observers.append(lambda committed: seen.append((local.steps, committed)))
-        member.train(3)
-    assert seen == [(1, True), (2, True), (3, True)]

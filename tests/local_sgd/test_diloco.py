@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from members import NESTEROV, Member, in_each_member
+from members import NESTEROV, Member, in_each_member, once
 from thinwire import Nesterov, Streaming
 from thinwire.algorithms import AllReduce, Quantize, TopK
-from thinwire.errors import AgreementError, StateError
+from thinwire.errors import StateError
 from thinwire.local_sgd import DiLoCo
-from training import batch_of, flat, new_model, refused
+from training import batch_of, flat, new_model
 
 
 def diloco(member: Member, **settings: Any) -> DiLoCo:
@@ -33,7 +33,7 @@ def diloco(member: Member, **settings: Any) -> DiLoCo:
         (2, {}, 0.5, 0.9),
         (4, {"every_steps": 10}, 0.6, 0.5),
         (4, {"pair": True}, 0.5, 0.9),
-        (9, {"every_steps": 500}, 0.8, 0.9),
+        (8, {"every_steps": 500}, 0.8, 0.9),
         (2, {"outer": Nesterov(lr=0.7, momentum=0)}, 0.7, 0.0),
         (2, {"algorithm": TopK()}, 1.0, 0.0),
         (8, {"algorithm": TopK()}, 0.5, 0.0),
@@ -78,7 +78,7 @@ def test_with_all_that_a_loop_has(member: Member) -> None:
     """Clipping, accumulation, a scaler that skips, schedules inside and outside: as if written by hand."""
     member.take(new_model(dtype=torch.float64))
     model, member.optimizer = member.model, torch.optim.AdamW(member.model.parameters(), lr=1e-2)
-    expected, start = _by_hand(num_workers=2), flat(model)
+    expected, start = _by_hand(2), flat(model)
     scaler = GradScaler("cpu", init_scale=2.0**10)
     schedule = CosineAnnealingLR(member.optimizer, T_max=12)
     settings: dict[str, Any] = {"algorithm": AllReduce(), "outer": Nesterov(lr=0.8, momentum=0.9)}
@@ -102,6 +102,7 @@ def test_with_all_that_a_loop_has(member: Member) -> None:
     assert member.agreed()
 
 
+@once
 def _by_hand(num_workers: int) -> Tensor:
     workers = [new_model(dtype=torch.float64) for _ in range(num_workers)]
     optimizers = [torch.optim.AdamW(worker.parameters(), lr=1e-2) for worker in workers]
@@ -145,12 +146,6 @@ def test_muon_inside(member: Member) -> None:
     assert member.agreed()
     assert local.stats().compression_ratio > 30
     assert model(batch_of(99, 0)).square().mean().item() < 0.5 * before
-
-
-@in_each_member(2)
-def test_members_with_other_outer_rates_are_refused(member: Member) -> None:
-    with refused(AgreementError, "process 0 has outer optimizer SGD(lr=0.5, momentum=0.9"):
-        diloco(member, outer=Nesterov(lr=0.5 + 0.1 * member.rank)).__enter__()
 
 
 @in_each_member(1)

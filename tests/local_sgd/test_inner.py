@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -153,11 +154,7 @@ def test_a_copy_of_zeros_is_refused_once_it_can_be_told() -> None:
         copies.check([optimizer], {id(parameter): torch.zeros(4)})
 
 
-@pytest.mark.parametrize(
-    "make",
-    [Own, Prodigy, Viewing, partial(torch.optim.ASGD, t0=0), partial(torch.optim.AdamW, amsgrad=True)],
-    ids=["momentum", "Prodigy", "views", "ASGD", "AdamW"],
-)
+@pytest.mark.parametrize("make", [Own, Prodigy, Viewing, partial(torch.optim.ASGD, t0=0)])
 @in_each_member(2)
 def test_others_are_taken(member: Member, make: Any) -> None:
     member.optimizer = make(member.model.parameters())
@@ -167,14 +164,12 @@ def test_others_are_taken(member: Member, make: Any) -> None:
     assert local.stats().messages == 2
 
 
-@pytest.mark.parametrize("kind", [elastic.LocalSGD, elastic.DiLoCo])
-@pytest.mark.parametrize("place", COPIES)
-def test_elastic_members_refuse_a_copy(kind: Any, place: str) -> None:
+@pytest.mark.parametrize("place", ["masters", "state['x0']"])
+def test_elastic_members_refuse_a_copy(place: str) -> None:
     model = new_model()
     optimizer = COPIES[place](model.parameters())
-    with pytest.raises(ConfigError) as refused, kind(model, optimizer, every_steps=2, group=alone()):
+    with pytest.raises(ConfigError, match=re.escape(place)), elastic.DiLoCo(model, optimizer, group=alone()):
         train(model, optimizer, range(2), 0)
-    assert place in str(refused.value)
 
 
 class Averaging(Own):

@@ -64,8 +64,10 @@ def load(model: nn.Module, weights: Tensor) -> None:
     model.load_state_dict(other.state_dict())
 
 
-@pytest.mark.parametrize("put_in", [load, copy_in])
-@pytest.mark.parametrize("streaming", [Streaming(), Streaming(fragments=2), Streaming(delay_steps=1)])
+@pytest.mark.parametrize(
+    ("put_in", "streaming"),
+    [(load, Streaming()), (copy_in, Streaming(fragments=2)), (copy_in, Streaming(delay_steps=1))],
+)
 @in_each_member(2)
 def test_weights_loaded_at_the_end_are_those_that_stay(
     member: Member, put_in: Callable[[nn.Module, Tensor], None], streaming: Streaming
@@ -152,14 +154,14 @@ def test_a_model_can_be_saved_whole_inside_the_context(member: Member) -> None:
     assert torch.equal(flat(again), flat(member.model))
 
 
-@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo", "Steps"])
+@pytest.mark.parametrize("kind", ["DiLoCo", "Steps"])
 def test_an_elastic_member_does_not_train_on_with_loaded_weights(kind: str) -> None:
     model = new_model()
     optimizer, best = new_optimizer(model), flat(model)
     if kind == "Steps":
         local: Any = elastic.Steps(model, optimizer, Quantize(bits=4), group=alone())
     else:
-        local = getattr(elastic, kind)(model, optimizer, every_steps=4, group=alone())
+        local = elastic.DiLoCo(model, optimizer, every_steps=4, group=alone())
 
     def step() -> None:
         model(batch_of(0, 0)).square().mean().backward()
@@ -175,13 +177,10 @@ def test_an_elastic_member_does_not_train_on_with_loaded_weights(kind: str) -> N
         raise StepError(LOADED)
 
 
-@pytest.mark.parametrize("put_in", [load, copy_in])
-def test_weights_loaded_at_the_end_of_an_elastic_member_stay(
-    put_in: Callable[[nn.Module, Tensor], None],
-) -> None:
+def test_weights_loaded_at_the_end_of_an_elastic_member_stay() -> None:
     model = new_model()
     optimizer, best = new_optimizer(model), flat(model)
     with elastic.DiLoCo(model, optimizer, every_steps=4, group=alone()):
         train(model, optimizer, range(8), 0)
-        put_in(model, best)
+        load(model, best)
     assert torch.equal(flat(model), best)

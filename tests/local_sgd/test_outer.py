@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from members import NESTEROV, Member, in_each_member
 from thinwire import Streaming
 from thinwire.errors import StepError
+from thinwire.local_sgd.averaged_model import Replica
 from thinwire.local_sgd.fragment import Averaged
-from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import saved_outer
 from thinwire.local_sgd.schedule import Schedule
 from training import flat, new_model, refused
@@ -149,15 +149,3 @@ def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:
         state = saved_outer(outer, [(Averaged("weight", last, is_buffer=False), last)], Replica())
     assert state["state"][0]["momentum_buffer"].device.type == "cpu"
     assert outer.state[last]["momentum_buffer"].device.type == "cuda"
-
-
-@in_each_member(2)
-def test_an_outer_optimizer_can_be_scheduled(member: Member) -> None:
-    with member.local(outer=partial(torch.optim.SGD, lr=1.0)) as local:
-        for lr in (1.0, 0.0):
-            assert local.outer is not None
-            local.outer.param_groups[0]["lr"] = lr
-            before = flat(member.model)
-            member.train(2)
-            assert torch.equal(before, flat(member.model)) == (lr == 0)
-    assert member.agreed()

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from members import Member, in_each_member
+from members import Member, in_each_member, once
 from reference_topk import Reference
 from thinwire import TopK
 from training import batch_of, flat, new_model, train_step
 
-NUM_AVERAGINGS, EVERY_STEPS = 5, 3
+NUM_AVERAGINGS, EVERY_STEPS = 3, 3
 SETTINGS: dict[str, Any] = {"density": 1 / 20, "bits": 2, "chunk": 300, "error_decay": 0.9}
 
 
-@pytest.mark.parametrize(("size", "merge"), [(2, "senders"), (3, "members"), (3, "senders")])
+@pytest.mark.parametrize(("size", "merge"), [(2, "members"), (3, "senders")])
 @in_each_member()
 def test_sparseloco_against_a_plain_reference(member: Member, merge: Any) -> None:
     expected = _by_itself(member.size, merge)
@@ -29,12 +29,13 @@ def test_sparseloco_against_a_plain_reference(member: Member, merge: Any) -> Non
     algorithm, outer = TopK(**SETTINGS, merge=merge), partial(torch.optim.SGD, lr=1)
     with member.local(every_steps=EVERY_STEPS, algorithm=algorithm, outer=outer) as local:
         member.train(NUM_AVERAGINGS * EVERY_STEPS)
-    assert (expected - start).norm() > 0.2
+    assert (expected - start).norm() > 0.1
     assert (flat(member.model) - expected).norm() < 1e-10
     assert member.agreed()
     assert local.stats().compression_ratio > 10 * EVERY_STEPS
 
 
+@once
 def _by_itself(num_workers: int, merge: str) -> Tensor:
     """The paper's algorithm on one vector of parameters, in float64."""
     workers = [new_model(dtype=torch.float64) for _ in range(num_workers)]

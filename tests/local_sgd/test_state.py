@@ -33,24 +33,28 @@ IN_THREE: dict[str, Any] = {
 FEW_BITS = Quantize(bits=4)
 
 
-@pytest.mark.parametrize("name", ["local.pt", "local.safetensors"])
 @pytest.mark.parametrize(
-    ("settings", "saved_after", "num_in_flight"),
+    ("settings", "saved_after", "num_in_flight", "suffix"),
     [
-        *((EVERY_4 | {"outer": outer}, step, 0) for outer in (None, NESTEROV) for step in (4, 6)),
-        *(
-            (IN_THREE | {"algorithm": algorithm}, step, num_in_flight)
-            for algorithm in (POWER, FEW_BITS)
-            for step, num_in_flight in ((8, 1), (9, 0))
-        ),
+        (EVERY_4, 6, 0, "pt"),
+        (EVERY_4 | {"outer": NESTEROV}, 4, 0, "safetensors"),
+        (EVERY_4 | {"outer": NESTEROV}, 6, 0, "pt"),
+        (IN_THREE | {"algorithm": POWER}, 8, 1, "pt"),
+        (IN_THREE | {"algorithm": FEW_BITS}, 8, 1, "safetensors"),
+        (IN_THREE | {"algorithm": FEW_BITS}, 9, 0, "pt"),
     ],
 )
 @in_each_member(2)
 def test_resuming_is_equal_to_the_bit(
-    member: Member, settings: dict[str, Any], saved_after: int, num_in_flight: int, name: str, tmp_path: Path
+    member: Member,
+    settings: dict[str, Any],
+    saved_after: int,
+    num_in_flight: int,
+    suffix: str,
+    tmp_path: Path,
 ) -> None:
     """At an averaging or between two, or with fragments in flight; each with its own model and optimizer."""
-    saved, file = io.BytesIO(), tmp_path / name
+    saved, file = io.BytesIO(), tmp_path / f"local.{suffix}"
     with member.local(**settings) as local:
         member.train(saved_after)
         assert len(local.state_dict()["in_flight"]) == num_in_flight
@@ -79,52 +83,6 @@ def test_resuming_is_equal_to_the_bit(
     assert resumed.stats().compression_ratio > 15
 
 
-@pytest.mark.parametrize("name", ["local.pt", "local.safetensors"])
-def test_a_damaged_file_is_refused_or_means_the_same(name: str, tmp_path: Path) -> None:
-    """One that was saved with outer momentum and a fragment in flight comes back as it was."""
-    state, _ = run(2, _in_pending_average)
-    assert len(state["in_flight"]) == 1
-    assert state["outer"]
-    file = tmp_path / name
-    checkpoint.save(state, file)
-    whole, refused = file.read_bytes(), 0
-    assert_same(checkpoint.load(file), state)
-    for place in range(0, len(whole), 211):
-        if name == "local.pt":  # safetensors' format has no checksums
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        else:
-            file.write_bytes(whole[:place])
-        try:
-            assert digest_of(checkpoint.load(file)) == digest_of(state)
-        except StateError:
-            refused += 1
-    assert refused > 50
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """Of the same kinds, names and numbers, however deep."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, tuple | list):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same(mine, theirs)
-    else:
-        assert one == other
-
-
-def _in_pending_average(member: Member) -> dict[str, Any]:
-    streaming = Streaming(fragments=2, delay_steps=1)
-    with member.local(algorithm=POWER, every_steps=4, outer=NESTEROV, streaming=streaming) as local:
-        member.train(8)
-        return local.state_dict()
-
-
 @in_each_member(2)
 def test_what_was_pending_when_saved_is_averaged_after_resuming(member: Member) -> None:
     with member.local(every_steps=4) as local:
@@ -143,7 +101,7 @@ def test_the_state_is_the_same_on_all_members() -> None:
     assert (first["step"], first["sent_after"]) == (5, (4,))
     assert first["last_average"]
     assert dict(first["sync"]["error"])
-    assert_same(first, second)
+    assert digest_of(first) == digest_of(second)
 
 
 def _state(member: Member) -> dict[str, Any]:
@@ -160,7 +118,6 @@ def replaced(name: str, value: object) -> Callable[[dict[str, Any]], object]:
 STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no state": (lambda state: [1], "made by LocalSGD.state_dict()"),
     "version": (lambda state: state | {"version": 3}, "reads version 5"),
-    "version of no kind": (lambda state: state | {"version": torch.ones(2)}, "reads version 5"),
     "step": (lambda state: state | {"step": -1}, "step must be a whole number"),
     "a fragment's number": (
         lambda state: state | {"in_flight": ((torch.ones(2), {}),)},
@@ -198,22 +155,19 @@ OUTERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no groups": (lambda outer: outer.update(param_groups=[]), "the state is of a different outer optimizer"),
     "no state": (lambda outer: outer.pop("state"), NO_STEP),
     "a list of states": (lambda outer: outer.update(state=[1]), NO_STEP),
-    "a tensor as state": (lambda outer: outer["state"].update({0: torch.ones(2)}), NO_STEP),
     "a place that is text": (lambda outer: outer["state"].update({"0": {}}), NO_STEP),
     "a momentum of another shape": (buffer_of(torch.ones(3)), NO_STEP),
     "a momentum that is text": (buffer_of("0.9"), NO_STEP),
-    "a momentum that is a number": (buffer_of(3), NO_STEP),
     "a rate that is text": (lambda outer: outer["param_groups"][0].update(lr="0.7"), NO_STEP),
 }
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("case", OUTERS)
 @in_each_member(2)
 def test_an_outer_optimizers_state_that_would_end_the_next_averaging_is_refused_on_entry(
-    member: Member, case: str, fragments: int
+    member: Member, case: str
 ) -> None:
-    settings = {"every_steps": 2, "outer": NESTEROV, "streaming": Streaming(fragments=fragments)}
+    settings = {"every_steps": 2, "outer": NESTEROV, "streaming": Streaming(fragments=2)}
     with member.local(**settings) as local:
         member.train(3)
         state = local.state_dict()
@@ -228,14 +182,10 @@ def test_an_outer_optimizers_state_that_would_end_the_next_averaging_is_refused_
     assert other.outer is None
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [EVERY_4 | {"outer": NESTEROV}, IN_THREE | {"algorithm": POWER}],
-    ids=["whole", "in fragments"],
-)
 @in_each_member(2)
-def test_inference_mode_changes_nothing(member: Member, settings: dict[str, Any]) -> None:
+def test_inference_mode_changes_nothing(member: Member) -> None:
     """An evaluation is in it, and what is made inside could not be written to afterwards."""
+    settings = IN_THREE | {"algorithm": POWER}
 
     def trained(mode: Callable[[], AbstractContextManager[object]]) -> tuple[Tensor, Tensor]:
         member.take(new_model())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from members import NESTEROV, Failing, Member, in_each_member
+from members import NESTEROV, Failing, Member, in_each_member, once
 from thinwire import Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize
 from thinwire.comm.metered import Wrapped
@@ -54,7 +54,7 @@ def test_fragments_take_turns_with_equal_blocks() -> None:
     assert (first, second, third) == (["0", "3", "6"], ["1", "4", "7"], ["2", "5", "8"])
 
 
-@pytest.mark.parametrize("num_fragments", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_fragments", [2, 3])
 def test_a_model_is_divided_by_layers_of_all_depths_and_equal_bytes(num_fragments: int) -> None:
     model = Blocks(12)
     fragments = fragments_of(AveragedModel(model).tensors(), num_fragments)
@@ -78,24 +78,25 @@ def test_a_large_layer_has_a_fragment_nearly_to_itself() -> None:
 
 @pytest.mark.parametrize(
     ("size", "fragments", "delay_steps", "mix"),
-    [(2, 1, 0, 0.0), (3, 1, 0, 0.0), (2, 2, 1, 0.5), (2, 1, 4, 0.25), (3, 3, 1, 0.25)],
+    [(2, 1, 0, 0.0), (2, 1, 4, 0.25), (3, 3, 1, 0.25)],
 )
 @in_each_member()
 def test_against_a_plain_reference(member: Member, fragments: int, delay_steps: int, mix: float) -> None:
-    """Four outer steps of every fragment, AdamW inside and Nesterov's momentum outside."""
-    expected = _by_itself(member.size, 24, 6, fragments, delay_steps, mix)
+    """Three outer steps of every fragment, AdamW inside and Nesterov's momentum outside."""
+    expected = _by_itself(member.size, 18, 6, fragments, delay_steps, mix)
     member.take(new_model(dtype=torch.float64))
     start = flat(member.model)
     member.optimizer = torch.optim.AdamW(member.model.parameters(), lr=1e-2)
     weight = mix if delay_steps else None
     streaming = Streaming(fragments=fragments, delay_steps=delay_steps, local_weight=weight)
     with member.local(every_steps=6, outer=NESTEROV, streaming=streaming) as local:
-        member.train(24)
+        member.train(18)
         assert (flat(member.model) - expected[member.rank]).norm() < 1e-11
-        assert local.sync.steps == 4 * fragments - local._membership.is_open
+        assert local.sync.steps == 3 * fragments - local._membership.is_open
     assert (expected[0] - start).norm() > 0.3
 
 
+@once
 def _by_itself(
     num_workers: int, num_steps: int, every_steps: int, num_fragments: int, delay: int, mix: float
 ) -> list[Tensor]:
@@ -140,23 +141,20 @@ def _places(model: nn.Module) -> Sequence[Tensor]:
 # What is sent, and when it is waited for
 
 
-@pytest.mark.parametrize("fragments", [2, 3, 4])
 @in_each_member(2)
-def test_the_most_that_is_sent_after_a_step_falls_with_the_number_of_fragments(
-    member: Member, fragments: int
-) -> None:
-    whole, sent = (_sent_by_step(member, number) for number in (1, fragments))
-    assert [step for step, sent_bytes in enumerate(whole, 1) if sent_bytes] == [8, 16]
-    assert len([sent_bytes for sent_bytes in sent if sent_bytes]) == 2 * fragments
+def test_the_most_that_is_sent_after_a_step_falls_with_the_number_of_fragments(member: Member) -> None:
+    whole, sent = (_sent_by_step(member, number) for number in (1, 3))
+    assert [step for step, sent_bytes in enumerate(whole, 1) if sent_bytes] == [4, 8]
+    assert len([sent_bytes for sent_bytes in sent if sent_bytes]) == 2 * 3
     assert sum(sent) == sum(whole) > 0
-    assert max(sent) == max(whole) / fragments
+    assert max(sent) == max(whole) / 3
 
 
 def _sent_by_step(member: Member, fragments: int) -> list[int]:
-    member.take(nn.Sequential(*(nn.Linear(24, 24) for _ in range(12))))
+    member.take(nn.Sequential(*(nn.Linear(24, 24) for _ in range(6))))
     sent, before = [], 0
-    with member.local(every_steps=8, streaming=Streaming(fragments=fragments)) as local:
-        for step in range(16):
+    with member.local(every_steps=4, streaming=Streaming(fragments=fragments)) as local:
+        for step in range(8):
             member.train(step, step + 1)
             sent.append(local.counts().message_bytes - before)
             before += sent[-1]
@@ -257,15 +255,6 @@ def test_with_subgroups_a_warm_up_and_buffers(member: Member, delay_steps: int) 
 
 
 @in_each_member(2)
-def test_uneven_inputs(member: Member) -> None:
-    streaming = Streaming(fragments=2, delay_steps=1)
-    with member.local(every_steps=4, streaming=streaming, algorithm=POWER) as local:
-        member.train_unevenly(local, (3, 8))
-    assert member.agreed()
-    assert local.steps == 8
-
-
-@in_each_member(2)
 def test_the_last_averages_can_be_looked_at(member: Member) -> None:
     """The same model on all members, buffers included; afterwards each has its own again."""
     with member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)) as local:
@@ -358,16 +347,10 @@ def resized(model: Any) -> None:
     model[4].weight.data, model[4].bias.data = torch.zeros(3, 40), torch.zeros(3)
 
 
-def added(model: Any) -> None:
-    model.extra = nn.Parameter(torch.ones(1))
-
-
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "frozen": (lambda model: model[2].requires_grad_(False), "['2.bias', '2.weight']"),
-    "unfrozen": (lambda model: model[0].requires_grad_(True), "['0.bias', '0.weight']"),
     "replaced": (replaced, "['0.weight']"),
     "resized": (resized, "['4.bias', '4.weight']"),
-    "added": (added, "['extra']"),
 }
 
 
@@ -375,7 +358,6 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 @in_each_member(2)
 def test_a_model_that_changes_in_mid_round_is_refused(member: Member, case: str) -> None:
     change, names = CHANGES[case]
-    cast(Any, member.model)[0].requires_grad_(case != "unfrozen")
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
     with (
         refused(StepError, "the model's trainable parameters or buffers are others", names),

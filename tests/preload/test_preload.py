@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commands import run_job, run_processes, run_python, stand_ins
 from processes import Spawn
 from thinwire import ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
@@ -20,66 +20,57 @@ from thinwire.cli import main
 from thinwire.preload import model as preload_model
 from thinwire.preload.settings import VARIABLE, Options
 
-SCRIPT = Path(__file__).parent / "script.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+SCRIPT, FORKED = (Path(__file__).with_name(name) for name in ("script.py", "forked.py"))
 TOLD = "Quantize(bits=4, error_feedback=True)"
 
 
-def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
-
-
-def attached(*arguments: object, options: tuple[object, ...] = ("--algorithm", TOLD)) -> tuple[str, str]:
-    """What a script prints under `thinwire attach`."""
-    ended = run(sys.executable, "-m", "thinwire", "attach", *options, "--", *TORCHRUN, *arguments)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout, ended.stderr
+def run(*arguments: str, options: Options | None = None) -> str:
+    """What the script's ranks print; they are attached if there are options."""
+    if options is None:
+        return run_processes(SCRIPT, *arguments)
+    return run_processes(FORKED, str(SCRIPT), *arguments, environment=options.environment())
 
 
 def weights(printed: str) -> str:
     return str(re.findall(r"weights (\S+)", printed)[0])
 
 
+@pytest.mark.timeout(300)
 def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) -> None:
-    by_itself = run(*TORCHRUN, SCRIPT, "attach")
-    folder = ("--checkpoint", tmp_path)
-    out, told = attached(SCRIPT, options=("--algorithm", TOLD, "--watch", tmp_path / "w", *folder))
-    assert weights(out) == weights(by_itself.stdout)
-    sent, in_bf16 = map(float, re.findall(r"5 steps sent (\S+) MB.* sent (\S+);", told)[0])
-    assert "over 2 processes" in told
+    """The line that users type, and Pythons as they are: all other tests fork the script's processes."""
+    folder, watch = tmp_path / "c", tmp_path / "w"
+    options = ["--algorithm", TOLD, "--watch", str(watch), "--checkpoint", str(folder)]
+    torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    with stand_ins() as stand_in:
+        command = [sys.executable, "-S", *stand_in, *torchrun, str(SCRIPT)]
+        ended = run_python("thinwire", "attach", *options, "--", *command, timeout_seconds=240)
+    assert ended.returncode == 0, ended.stderr
+    assert weights(ended.stdout) == weights(run("attach"))
+    # A process that has built no DDP model has next to nothing of Thinwire.
+    (imported,) = re.findall(r"imported (.*)", ended.stdout)
+    assert imported == str(["thinwire", "thinwire.preload", "thinwire.preload.startup", "thinwire.version"])
+    sent, in_bf16 = map(float, re.findall(r"5 steps sent (\S+) MB.* sent (\S+);", ended.stderr)[0])
+    assert "over 2 processes" in ended.stderr
     assert 3 < in_bf16 / sent < 4
-    assert len((tmp_path / "w").read_text().splitlines()) >= 5
-    assert {file.name for file in tmp_path.glob("*.pt")} == {"thinwire_0.pt", "thinwire_1.pt"}
+    assert len(watch.read_text().splitlines()) >= 5
+    assert {file.name for file in folder.iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
     # It goes on with the residual that it has saved.
-    again, _ = attached(SCRIPT, options=("--algorithm", TOLD, *folder))
-    assert weights(again) != weights(out)
+    again = run(options=Options(TOLD, checkpoint=str(folder)))
+    assert weights(again) != weights(ended.stdout)
 
 
 def test_a_model_with_a_hook_stays_as_it_is() -> None:
-    plain = run(*TORCHRUN, SCRIPT, "hook")
-    out, told = attached(SCRIPT, "hook")
-    assert weights(out) == weights(plain.stdout)
-    assert "fp16_compress_hook" in told
+    attached = run("hook", options=Options(TOLD))
+    assert "stays as it is: it has the communication hook fp16_compress_hook" in attached
+    assert weights(attached) == weights(run("hook"))
 
 
 def test_strict_ends_the_training_instead() -> None:
-    ended = run(sys.executable, "-m", "thinwire", "attach", "--strict", "--", *TORCHRUN, SCRIPT, "hook")
-    assert ended.returncode
-    assert "fp16_compress_hook" in ended.stderr
-
-
-def test_a_process_without_a_ddp_model_imports_next_to_nothing() -> None:
-    look = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('thinwire')))"
-    ended = run(sys.executable, "-c", look, **{VARIABLE: TOLD})
-    imported = ["thinwire", "thinwire.preload", "thinwire.preload.startup", "thinwire.version"]
-    assert ended.stdout.strip() == str(imported)
+    ranks = run_job(str(FORKED), str(SCRIPT), "hook", environment=Options(TOLD, strict=True).environment())
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert all(
+        "AttachError: it has the communication hook fp16_compress_hook" in rank.stderr for rank in ranks
+    )
 
 
 def started_otherwise() -> list[str]:

@@ -107,20 +107,15 @@ def _probed_here() -> Probe:
 def test_a_group_whose_backend_was_left_to_torch_is_named() -> None:
     """`dist.get_backend` calls it "undefined"."""
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    try:
-        transport = ProcessGroupTransport()
-        assert transport.backend_for(transport.fast_device) == "gloo"
-    finally:
-        dist.destroy_process_group()
+    assert ProcessGroupTransport().backend_for(torch.device("cpu")) == "gloo"
+    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("budget", "told"),
-    [*((each, "budget_seconds must be above 0") for each in (0, -1.0, math.nan)), (1, "at least 2, got 1")],
-)
-def test_a_budget_of_nothing_and_a_single_process_are_refused(budget: float, told: str) -> None:
-    with group_of_one(), pytest.raises(ConfigError, match=told):
-        probe(budget_seconds=budget)
+def test_a_budget_of_nothing_and_a_single_process_are_refused() -> None:
+    with group_of_one():
+        for budget, told in ((0, "must be above 0"), (math.nan, "must be above 0"), (1, "at least 2, got 1")):
+            with pytest.raises(ConfigError, match=told):
+                probe(budget_seconds=budget)
 
 
 def test_a_budget_too_small_to_tell_the_rate_is_told(spawn: Spawn) -> None:
@@ -140,7 +135,7 @@ def test_a_budget_too_small_to_tell_the_rate_is_told(spawn: Spawn) -> None:
 
 
 def _hardly_probed() -> tuple[Probe, str]:
-    with patch.object(Prober, "average_once", lambda prober, message: 0.001):
+    with patch.object(Prober, "average_once", lambda prober, *messages: 0.001):
         found = probe(budget_seconds=1e-4)
     with pytest.raises(ConfigError) as caught:
         thinwire.advise(torch.nn.Linear(2, 2), lambda model: None, found)
@@ -210,20 +205,20 @@ def _timed_with_one_late() -> tuple[list[float], list[float]]:
     slept: list[float] = []
     transport, clock = ProcessGroupTransport(), count(step=1 + dist.get_rank())
     time = SimpleNamespace(perf_counter=lambda: float(next(clock)), sleep=slept.append)
-    measuring = Prober(transport, torch.device("cpu"), lambda doing: None)
+    measuring = Prober(transport, torch.device("cpu"))
 
-    def start() -> Work:
-        return transport.all_reduce(torch.ones(1), "it")
+    def start() -> list[Work]:
+        return [transport.all_reduce(torch.ones(1), "it")]
 
     with patch.object(prober, "time", time):
-        return [measuring.time_with_one_late(number, start, 0.3) for number in range(3)], slept
+        return [measuring.seconds_of(start, last, 0.3)[last] for last in (0, 1, 0)], slept
 
 
 def test_nothing_larger_than_was_timed_is_sent() -> None:
     """The largest two took as long as each other: what more bytes would take is not known."""
     flat = [Timing(4, [0.001]), Timing(1024, [0.002]), Timing(4096, [0.002])]
     transport = cast(ProcessGroupTransport, SimpleNamespace(size=2))
-    measuring = Prober(transport, torch.device("cpu"), lambda doing: None)
+    measuring = Prober(transport, torch.device("cpu"))
     assert measuring.largest_within(flat, 1.0) == 4096
     assert measuring.largest_within(flat, 1e-6) == 1024
 
@@ -248,46 +243,30 @@ def test_a_process_alone_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatc
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-NO_PROBE = r"probe\.json is not what `thinwire probe --save` writes"
-
-
-def test_what_is_no_probe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.json can't be read: No such file .*; give a saved probe"):
-        Probe.load(tmp_path / "none.json")
-    whole = example().to_json()
-    for text, told in (
-        *((text, "") for text in ("", "{}", "[]", "null", '{"version": 1}')),
-        (whole[: len(whole) // 2], "measure again"),
-        (json.dumps(json.loads(whole) | {"version": 2}), "version 2, expected 1"),
-    ):
-        (tmp_path / "probe.json").write_text(text)
-        with pytest.raises(ConfigError, match=f"{NO_PROBE}.*{told}"):
-            Probe.load(tmp_path / "probe.json")
-
-
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
+        ({"version": 2}, "version 2, expected 1"),
         ({"world_size": 1}, "world_size must be a whole number of at least 2, got 1"),
         ({"timings": []}, "timings must be two or more"),
         ({"timings": 2 * [{"message_bytes": 4, "seconds": [1.0]}]}, "timings must be .* of ascending"),
         ({"timings": [{"message_bytes": 4}]}, "a field is missing or of a wrong type: .*'seconds'"),
         ({"timings": [{"message_bytes": 4, "seconds": []}]}, "none without seconds"),
-        ({"timings": [{"message_bytes": 0, "seconds": [1.0]}]}, "message_bytes must be a whole number"),
         ({"timings": [{"message_bytes": 4, "seconds": [math.nan]}]}, "seconds must be a number .*, got nan"),
         ({"pairs": [{"processes": [0, 1], "message_bytes": 4, "seconds": -1.0}]}, "seconds must be a number"),
         ({"nodes": [[0, "1"]]}, "a process must be a whole number"),
         ({"wire_factors": {"all_gather": 0.5}}, "wire_factors must be a number of at least 1"),
-        ({"wire_factors": 7}, "a field is missing or of a wrong type"),
     ],
 )
-def test_a_probe_that_can_not_be_computed_with_is_refused(
-    changed: dict[str, object], told: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "probe.json"
-    path.write_text(json.dumps(json.loads(example().to_json()) | changed))
-    with pytest.raises(ConfigError, match=f"{NO_PROBE}.*{told}"):
+def test_what_is_no_probe_is_refused(changed: dict[str, object], told: str, tmp_path: Path) -> None:
+    path, whole = tmp_path / "probe.json", example().to_json()
+    with pytest.raises(ConfigError, match=r"probe\.json can't be read: No such file .*; give a saved probe"):
         Probe.load(path)
+    changed_text = json.dumps(json.loads(whole) | changed)
+    for text, reason in (("", ""), ("[]", ""), (whole[:99], "measure again"), (changed_text, told)):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"is not what `thinwire probe --save` writes.*{reason}"):
+            Probe.load(path)
 
 
 # Several connections of Gloo's
@@ -307,7 +286,7 @@ def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told(spawn
 
 def _compared_streams() -> tuple[dict[int, float], str]:
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
-        return compare_streams([1, 3], network(1e8)), os.environ["GLOO_SOCKET_IFNAME"]
+        return compare_streams([1, 3], network(1e6)), os.environ["GLOO_SOCKET_IFNAME"]
 
 
 @pytest.mark.parametrize("streams", ["", "0", "1,,4", "17", "four"])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from catalog import buckets
+from catalog import buckets, random_gradients
 from processes import in_each_process
 from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire import powersgd as epfl
@@ -25,6 +25,8 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, agree, run_members
 from thinwire.kernels import dispatch
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, bucket_plans
 from training import are_alike
 
@@ -65,53 +67,12 @@ def hooked_step(state: object, hook: Any, group: dist.ProcessGroup | None = None
     step(model)
 
 
-def epfl_step(model: nn.Module) -> epfl.PowerSGD:
+def epfl_step(model: nn.Module, **settings: Any) -> epfl.PowerSGD:
     config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
-    aggregator = epfl.PowerSGD(model.parameters(), config)
+    aggregator = epfl.PowerSGD(model.parameters(), config, **settings)
     step(model)
     epfl.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1), aggregator)
     return aggregator
-
-
-def local_sgd(model: nn.Module, every_steps: int = 2) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with thinwire.LocalSGD(model, optimizer, every_steps=every_steps):
-        pass
-
-
-def switched_to_another() -> None:
-    model, sync = attached()
-    step(model)
-    sync.use(Cast("bf16") if is_odd() else Cast("fp16"))
-    step(model)
-
-
-def loaded_on_one() -> None:
-    (model, before), (other, after) = attached(), attached()
-    for _ in range(3):
-        step(model)
-    saved = before.state_dict()
-    if is_odd():
-        after.load_state_dict(saved)
-    step(other)
-
-
-def loaded_another_state() -> None:
-    (model, before), (other, after) = attached(), attached()
-    step(model)
-    first = before.state_dict()
-    step(model)
-    second = before.state_dict() | {"step": 1}  # as if it were of the same step
-    after.load_state_dict(second if is_odd() else first)
-    step(other)
-
-
-def saved_on_one_at_the_first_step() -> None:
-    model, sync = attached()
-    if is_odd():
-        step(model)
-    else:
-        sync.state_dict()
 
 
 def another_version() -> None:
@@ -124,37 +85,12 @@ def numba_on_one() -> None:
         ddp_step()
 
 
-def another_state_in_local_sgd() -> None:
-    saved = []
-    for seed in (0, 1):
-        model = new_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with thinwire.LocalSGD(model, optimizer, every_steps=1) as local:
-            torch.manual_seed(seed)
-            step(model)
-            optimizer.step()
-        saved.append(local.state_dict())
-    model = new_model()
-    local = thinwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every_steps=1)
-    local.load_state_dict(saved[is_odd()])
-    with local:
-        pass
-
-
 def other_hook_in_a_new_group() -> None:
     group = dist.new_group()  # in which no hook has been used
     hooked_step(group, hooks.bf16_compress_hook if is_odd() else hooks.fp16_compress_hook, group)
 
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
-    "another setting": (
-        lambda: ddp_step(PowerSGD(matrix_rank=4) if is_odd() else POWER),
-        "process 0 has matrix_rank 2, process 1 has matrix_rank 4",
-    ),
-    "another algorithm": (
-        lambda: ddp_step(AllReduce() if is_odd() else POWER),
-        "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce",
-    ),
     "other buckets": (  # the size is obeyed from the first step on only if there may be unused parameters
         lambda: ddp_step(ddp={"bucket_cap_mb": 0.005 if is_odd() else 25, "find_unused_parameters": True}),
         "0 with 0.weight, 0.bias, 2.weight, 2.bias, process 1 has bucket 0 with 2.bias",
@@ -167,26 +103,18 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ddp_step(grad_scaler=GradScaler("cpu") if is_odd() else None),
         "process 0 has loss scale not known, process 1 has loss scale known",
     ),
-    "other shapes": (
-        lambda: epfl_step(new_model(48 if is_odd() else 32)),
-        "process 0 has parameter parameter[0] 32×64 float32, strides (64, 1), process 1 has",
+    "another host check of a hook": (
+        lambda: hooked_step(hooks.PowerSGDState(None, host_check=is_odd()), hooks.powerSGD_hook),
+        "process 0 has host_check False, process 1 has host_check True",
     ),
-    "one parameter more": (
-        lambda: epfl_step(nn.Sequential(new_model(), nn.Linear(64, 3)) if is_odd() else new_model()),
-        "process 0 has no parameter parameter[4], process 1 has parameter parameter[4]",
+    "another host check of an aggregator": (
+        lambda: epfl_step(new_model(), host_check=is_odd()),
+        "process 0 has host_check False, process 1 has host_check True",
     ),
-    "switched to another": (switched_to_another, "process 0 has dtype 'fp16', process 1 has dtype 'bf16'"),
-    "loaded on one": (loaded_on_one, "process 0 has committed steps 0, process 1 has committed steps 3"),
-    "loaded another state": (loaded_another_state, "process 1 has loaded state "),
     "another hook": (
         other_hook_in_a_new_group,
         "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
     ),
-    "saved on one at the first step": (
-        saved_on_one_at_the_first_step,
-        "process 0 has call state_dict(), process 1 has call a step under way. Make the same calls on every",
-    ),
-    "another state in local SGD": (another_state_in_local_sgd, "process 0 has loaded state "),
     "other settings of post-local": (
         lambda: hooked_step(
             hooks.PostLocalSGDState(None, None, 1 + is_odd(), post_local_gradient_allreduce=False),
@@ -195,14 +123,6 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "process 0 has start_localSGD_iter 1, process 1 has start_localSGD_iter 2",
     ),
     "another version": (another_version, "process 1 has thinwire 9.9.9"),
-    "other settings of local SGD": (
-        lambda: local_sgd(new_model(), 3 if is_odd() else 2),
-        "process 0 has every_steps 2, process 1 has every_steps 3",
-    ),
-    "another model in local SGD": (
-        lambda: local_sgd(new_model(48 if is_odd() else 32)),
-        "process 0 has parameter 0.weight 32×64 float32",
-    ),
 }
 if find_spec("numba") is not None:  # else none has it
     words = f"process 0 has kernels of Numba {version('numba')}, process 1 has kernels of PyTorch"
@@ -217,8 +137,80 @@ def test_a_difference_is_told_on_all_processes(case: str) -> None:
         make()
 
 
+def saved(steps: int) -> dict[str, Any]:
+    simulation = Simulation(POWER, buckets(), num_workers=1)
+    for seed in range(steps):
+        simulation.step(random_gradients(buckets(), num_workers=1, seed=seed))
+    return simulation.state_dicts()[0]
+
+
+SPECS = [spec for bucket in buckets() for spec in bucket]
+RESHAPED = [SPECS[0]._replace(shape=(32, 64), stride=(64, 1)), *SPECS[1:]]
+
+
+class Differs(NamedTuple):
+    """What process 1 has, unlike process 0, and what both do before the first step."""
+
+    words: str
+    algorithm: Algorithm = POWER
+    model: list[ParameterSpec] = SPECS
+    before: Callable[[int, GradientSync], object] = lambda rank, sync: None
+
+
+DIFFERENCES = {
+    "another setting": Differs(
+        "process 0 has matrix_rank 2, process 1 has matrix_rank 4", PowerSGD(matrix_rank=4)
+    ),
+    "another algorithm": Differs(
+        "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce", AllReduce()
+    ),
+    "other shapes": Differs(
+        "process 0 has parameter head.weight 64×32 float32, strides (32, 1), process 1 has", model=RESHAPED
+    ),
+    "one parameter more": Differs(
+        "process 0 has no parameter new, process 1 has parameter new 3 float32",
+        model=[*SPECS, SPECS[1]._replace(name="new", shape=(3,))],
+    ),
+    "switched to another": Differs(
+        "process 0 has dtype 'fp16', process 1 has dtype 'bf16'",
+        before=lambda rank, sync: sync.use(Cast("bf16" if rank else "fp16")),
+    ),
+    "loaded a later state": Differs(
+        "process 0 has committed steps 0, process 1 has committed steps 3",
+        before=lambda rank, sync: sync.load_state_dict(saved(3 * rank)),
+    ),
+    "loaded another state": Differs(  # as if both were of the same step
+        "process 1 has loaded state ",
+        before=lambda rank, sync: sync.load_state_dict(saved(1 + rank) | {"step": 1}),
+    ),
+    "saved on one at the first step": Differs(
+        "process 0 has call state_dict(), process 1 has call a step under way. Make the same calls on every",
+        before=lambda rank, sync: rank or sync.state_dict(),
+    ),
+}
+
+
+@pytest.mark.parametrize("differs", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_a_difference_of_engines_is_told_on_all_members(differs: Differs) -> None:
+    transports, gradients = InProcessTransport.group(2), random_gradients(buckets(), num_workers=2, seed=0)
+
+    def body(rank: int) -> None:
+        kind, model = (differs.algorithm, differs.model) if rank else (POWER, SPECS)
+        engine = Engine(kind, transports[rank], model)
+
+        def call() -> None:
+            differs.before(rank, GradientSync(engine))
+            engine.average(zip(buckets(), gradients[rank], strict=True))
+
+        with pytest.raises(AgreementError, match=re.escape(differs.words)):
+            call()
+        assert engine.reporter.counts().messages == 0
+
+    run_members(2, body)
+
+
 @pytest.mark.parametrize(
-    "algorithm", [Quantize(bits=4), Quantize(bits=2), TopK(), PowerSGD(matrix_rank=8), Cast("bf16")], ids=str
+    "algorithm", [Quantize(bits=4), TopK(), PowerSGD(matrix_rank=8), Cast("bf16")], ids=str
 )
 @in_each_process(2)
 def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(algorithm: Algorithm) -> None:

@@ -292,15 +292,13 @@ def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry) -> None:
-    plain, *under = (Engine(entry.algorithm, noting()) for _ in range(3))
+    plain, under = (Engine(entry.algorithm, noting()) for _ in range(2))
     for seed in range(5 if getattr(entry.algorithm, "warmup_steps", 0) else 3):
         expected = step(plain, seed)
-        for engine, autocast_dtype in zip(under, (torch.bfloat16, torch.float16), strict=True):
-            with torch.autocast("cpu", dtype=autocast_dtype), torch.enable_grad():
-                got = step(engine, seed)
-            for a, b in zip(expected, got, strict=True):
-                assert torch.equal(a, b), autocast_dtype
-                assert not b.requires_grad
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+            got = step(under, seed)
+        assert all(map(torch.equal, expected, got))
+        assert not any(mean.requires_grad for mean in got)
 
 
 def _of_products() -> str:

@@ -8,23 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
-from processes import in_each_process
-from sync.test_nonfinite import loss_of, new_ddp_model, run
-from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
-from thinwire import powersgd as epfl
+from sync.test_nonfinite import run
+from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
-from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
-from training import flat
 
 NUM_STEPS = 4
 LOW_RANK = [PowerSGD(matrix_rank=2), PowerSGD(matrix_rank=2, alternating=True), BatchedPowerSGD()]
@@ -44,7 +40,7 @@ def turns(entry: Entry) -> bool:
 # Those that do not turn give the same good steps with bad ones between them.
 @pytest.mark.parametrize(
     ("entry", "bad_steps"),
-    [*((each, {0, 2}) for each in ENTRIES), *((each, set()) for each in ENTRIES if turns(each))],
+    [*((entry, {0, 2}) for entry in ENTRIES), *((entry, set()) for entry in ENTRIES if turns(entry))],
     ids=str,
 )
 def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[int]) -> None:
@@ -102,33 +98,8 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
         assert sent_bytes < sum(4 * spec.numel for specs in buckets() for spec in specs) / 5
 
 
-@pytest.mark.parametrize("adapter", ["attach", "hook", "aggregator", "exact aggregator"])
-@in_each_process(2)
-def test_every_adapter_takes_it_and_processes_that_differ_in_it_are_told(adapter: str) -> None:
-    host_check = torch.distributed.get_rank() == 0
-    module = torch.nn.Linear(48, 40)
-    optimizer = torch.optim.SGD(module.parameters())
-    model = module if "aggregator" in adapter else DistributedDataParallel(module)
-    aggregator: epfl.Aggregator = epfl.AllReduce(host_check=host_check)
-    if adapter == "aggregator":
-        aggregator = epfl.PowerSGD(module.parameters(), epfl.Config(rank=2), host_check=host_check)
-    elif adapter == "attach":
-        thinwire.attach(model, PowerSGD(), host_check=host_check)
-    elif isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(hooks.PowerSGDState(None, host_check=host_check), hooks.powerSGD_hook)
-    words = "process 0 has host_check True, process 1 has host_check False"
-    if "aggregator" not in adapter:
-        with pytest.raises(thinwire.AgreementError, match=words):
-            torch.autograd.backward(model(torch.ones(2, 48)).sum())
-        return
-    torch.autograd.backward(model(torch.ones(2, 48)).sum())
-    with pytest.raises(thinwire.AgreementError, match=words):
-        epfl.optimizer_step(optimizer, aggregator)
-
-
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
+@pytest.mark.parametrize(("algorithm", "scaled"), [*zip(LOW_RANK, [True, False, True], strict=True)], ids=str)
 def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without values: whatever asks for one fails, as it would wait for an accelerator."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
@@ -178,34 +149,5 @@ def test_what_is_no_choice(given: object) -> None:
     words = f'^host_check must be "auto", True or False, got {re.escape(repr(given))}$'
     with pytest.raises(thinwire.ConfigError, match=words):
         Settings.of(host_check=given)  # type: ignore[arg-type]
-
-
-@in_each_process(2)
-def test_not_with_unused_parameters() -> None:
-    model = DistributedDataParallel(torch.nn.Linear(8, 8), find_unused_parameters=True)
-    words = "^host_check=False does not go with find_unused_parameters=True"
-    with pytest.raises(thinwire.ConfigError, match=words):
-        thinwire.attach(model, PowerSGD(), host_check=False)
-
-
-@in_each_process(2)
-def test_in_ddp_with_a_scaler() -> None:
-    """A batch that overflows on one process is as if it had not been."""
-    with_overflow, sync = _trained([0, 1, 2, 33, 4, 5, 6])
-    without, _ = _trained([0, 1, 2, 4, 5, 6])
-    assert torch.equal(with_overflow, without)
-    assert sync.stats().nonfinite_steps == 1
-    assert sync.stats().compression_ratio > 5
-
-
-def _trained(steps: list[int]) -> tuple[torch.Tensor, GradientSync]:
-    model = new_ddp_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, backoff_factor=1.0 - 1e-12, growth_interval=1000)
-    sync = thinwire.attach(model, PowerSGD(matrix_rank=2), grad_scaler=scaler, host_check=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in steps:
-        optimizer.zero_grad()
-        torch.autograd.backward(scaler.scale(loss_of(model, step, overflows=step > 10)))
-        scaler.step(optimizer)
-        scaler.update()
-    return flat(model), sync
+    with pytest.raises(thinwire.ConfigError, match="host_check=False does not go with find_unused"):
+        Settings(may_be_unused=True, host_check=False)

@@ -122,11 +122,17 @@ def test_nothing_is_lost_with_another_algorithm_other_buckets_or_another_layout(
     assert gap.norm() <= 1e-5 * owed.norm()
 
 
-@pytest.mark.parametrize("made", [flat, pairs])
 @pytest.mark.parametrize(
-    "algorithm", [POWER, FED_BACK, WHOLE_BUCKETS], ids=lambda value: getattr(value, "__name__", str(value))
+    ("made", "algorithm", "is_averaged"),
+    [
+        (flat, POWER, False),
+        (flat, FED_BACK, True),
+        (pairs, POWER, True),
+        (pairs, FED_BACK, False),
+        (pairs, WHOLE_BUCKETS, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.parametrize("is_averaged", [False, True])
 def test_what_is_loaded_is_in_every_state_that_is_saved_before_the_next_step(
     made: Callable[[Algorithm], Simulation], algorithm: Algorithm, is_averaged: bool
 ) -> None:
@@ -218,7 +224,7 @@ def test_damaged_states_are_refused_in_words_or_merged(kind: str) -> None:
         states = list(sharded(states))
     assert residual_norm(merge(copy.deepcopy(states))) > 0
     draw, refused = random.Random(0), 0
-    for _ in range(300):
+    for _ in range(100):
         some = list(states)
         rank = draw.randrange(4)
         some[rank] = damaged(some[rank], draw)
@@ -226,7 +232,7 @@ def test_damaged_states_are_refused_in_words_or_merged(kind: str) -> None:
             merge(some)
         except StateError:
             refused += 1
-    assert refused > 150
+    assert refused > 50
 
 
 def residual_norm(state: dict[str, Any]) -> float:

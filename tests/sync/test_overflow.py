@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,20 +38,17 @@ def overflows(processes: int, seed: int = 3) -> dict[int, int]:
 Averageable = tuple[nn.Module, Any, Callable[[Tensor], None]]
 
 
-def by_attach(scaler: GradScaler) -> Averageable:
+def by_attach(scaler: GradScaler, *, host_check: bool = True) -> Averageable:
     ddp_model = new_ddp_model()
-    return ddp_model, thinwire.attach(ddp_model, POWER, grad_scaler=scaler), scaled_step(ddp_model, scaler)
-
-
-def by_hook(scaler: GradScaler, known: Any = None) -> Averageable:
-    ddp_model = new_ddp_model()
-    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=known or scaler)
-    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
-    return ddp_model, state, scaled_step(ddp_model, scaler)
+    sync = thinwire.attach(ddp_model, POWER, grad_scaler=scaler, host_check=host_check)
+    return ddp_model, sync, scaled_step(ddp_model, scaler)
 
 
 def by_hook_told_the_scale(scaler: GradScaler) -> Averageable:
-    return by_hook(scaler, scaler.get_scale)
+    ddp_model = new_ddp_model()
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=scaler.get_scale)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    return ddp_model, state, scaled_step(ddp_model, scaler)
 
 
 def scaled_step(model: nn.Module, scaler: GradScaler) -> Callable[[Tensor], None]:
@@ -79,7 +77,9 @@ def by_optimizer_step(scaler: GradScaler) -> Averageable:
     return model, aggregator, step
 
 
-@pytest.mark.parametrize("adapter", [by_attach, by_hook, by_hook_told_the_scale, by_optimizer_step])
+@pytest.mark.parametrize(
+    "adapter", [by_attach, partial(by_attach, host_check=False), by_hook_told_the_scale, by_optimizer_step]
+)
 @in_each_process(2)
 def test_overflows_leave_no_trace(adapter: Callable[[GradScaler], Averageable]) -> None:
     """Five batches more that overflow on one process; else the same run, to the bit."""
@@ -128,11 +128,10 @@ def trained(adapter: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Tr
     return trained_by(sync, model, scales)
 
 
-@pytest.mark.parametrize("factor", [3.0, 0.3, 1000.0, 1e-3])
 @in_each_process(2)
-def test_a_scale_that_jumps_by_any_factor_changes_no_unscaled_result(factor: float) -> None:
+def test_a_scale_that_jumps_by_any_factor_changes_no_unscaled_result() -> None:
     results = []
-    for scale, jump in ((1.0, 1.0), (512.0, factor)):
+    for scale, jump in ((1.0, 1.0), (512.0, 0.3), (512.0, 1000.0)):
         model, scales = new_ddp_model(), [scale]
         thinwire.attach(model, POWER, grad_scaler=lambda scales=scales: scales[0])  # type: ignore[misc]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -145,7 +144,8 @@ def test_a_scale_that_jumps_by_any_factor_changes_no_unscaled_result(factor: flo
                 parameter.grad /= scales[0]
             optimizer.step()
         results.append(flat(model))
-    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2e-5, atol=1e-6)
 
 
 # What may be given.

@@ -55,16 +55,15 @@ def switch(simulation: Simulation, algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "dtype"),
     [
-        AllReduce(),
-        PowerSGD(error_feedback=False),
-        BatchedPowerSGD(error_feedback=False),
-        PowerSGD(matrix_rank=2, warmup_steps=1_000),
+        (AllReduce(), torch.bfloat16),
+        (PowerSGD(error_feedback=False), torch.float32),
+        (BatchedPowerSGD(error_feedback=False), torch.bfloat16),
+        (PowerSGD(matrix_rank=2, warmup_steps=1_000), torch.float32),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_algorithm_without_error_pays_all_in_its_first_step(
     algorithm: Algorithm, dtype: torch.dtype
 ) -> None:
@@ -86,10 +85,10 @@ def test_an_algorithm_without_error_pays_all_in_its_first_step(
 def test_what_fp16_cannot_hold_is_paid_in_parts(
     algorithm: Algorithm, dtype: torch.dtype, scale: float | None
 ) -> None:
-    simulation = owing(dtype, error=1e6, scale=scale)
+    simulation = owing(dtype, error=2e5, scale=scale)
     before = owed(simulation)
     switch(simulation, algorithm)
-    parts = int(1e6 * (scale or 1.0) / 65504) + 2
+    parts = int(2e5 * (scale or 1.0) / 65504) + 2
     total = pay(simulation, dtype, parts) / (scale or 1.0)
     torch.testing.assert_close(total, before, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=0)
     assert owed(simulation).norm() == 0
@@ -125,8 +124,9 @@ def test_factors_beyond_fp16_are_cut_off_and_stay_owed(alternating: bool) -> Non
     assert not simulation.step(gradients)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "ratio"), [(torch.float16, 1), (torch.bfloat16, 2), (torch.float64, 1)], ids=str
+)
 def test_no_bucket_is_ever_inflated(dtype: torch.dtype, ratio: float) -> None:
     """16-bit gradients have factors of 32 bits: what counts is bytes, with all that rides along."""
     mostly_vectors = (spec("weight", 64, 10, dtype=dtype), spec("vector", 1_000, dtype=dtype))

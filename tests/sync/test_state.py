@@ -110,7 +110,7 @@ def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
     torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
     """A mean of equal numbers is not always that number: x/3 + x/3 + x/3."""
     simulation = trained(num_workers)
@@ -217,11 +217,17 @@ def unknowing() -> Engine:
     return Engine(POWER, InProcessTransport.group(1)[0])
 
 
-def test_the_state_of_another_shape_is_refused_where_parameters_become_known(state: dict[str, Any]) -> None:
-    engine = unknowing()
-    GradientSync(engine).load_state_dict(state)
-    with pytest.raises(StateError, match=r"error of head.weight has shape \(64, 32\).*\(32, 64\)"):
-        engine.average([((spec("head.weight", 32, 64),), torch.zeros(64 * 32))])
+def test_the_state_of_another_model_is_refused_where_parameters_become_known(state: dict[str, Any]) -> None:
+    """As of hooks, at the first step: of another shape, or without such a parameter."""
+    for other, words in (
+        (spec("head.weight", 32, 64), r"error of head.weight has shape \(64, 32\).*\(32, 64\)"),
+        (spec("parameter[-1]", 40, 20), r"parameter\[-1\]"),
+    ):
+        engine = unknowing()
+        GradientSync(engine).load_state_dict(state)
+        with pytest.raises(StateError, match=words):
+            engine.average([((other,), torch.zeros(other.numel))])
+        assert engine.steps == 3
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
@@ -240,7 +246,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
 @pytest.mark.filterwarnings("ignore:.*of a different matrix rank")
 def test_any_damage_is_refused_in_words_or_loads(state: dict[str, Any]) -> None:
     simulation, draw, refused = loaded(state, num_workers=1), random.Random(0), 0
-    for _ in range(300):
+    for _ in range(100):
         try:
             simulation.syncs[0].load_state_dict(damaged(state, draw))
         except StateError:
@@ -248,7 +254,7 @@ def test_any_damage_is_refused_in_words_or_loads(state: dict[str, Any]) -> None:
             assert_same_state(simulation.state_dicts()[0], state)
         else:
             simulation.syncs[0].load_state_dict(state)
-    assert refused > 150
+    assert refused > 50
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 17_000, 1 << 20], ids="at most {}".format)
@@ -310,15 +316,3 @@ def test_a_resumed_run_goes_on_from_the_steps_that_were_skipped_too() -> None:
         sync.load_state_dict(state)
     assert [sync.steps for sync in (simulation.syncs[0], *resumed.syncs)] == [4] * 3
     assert resumed.engines[0].state.nonfinite_steps == 1
-
-
-def test_a_state_of_a_different_model_is_refused_at_the_first_step_if_parameters_are_not_known() -> None:
-    """As of hooks, which know parameters by their position only."""
-    engines = [Engine(PowerSGD(matrix_rank=1), InProcessTransport.group(1)[0]) for _ in range(2)]
-    first, other = ((spec("parameter[-1]", 40, columns),) for columns in (30, 20))
-    engines[0].average([(first, torch.ones(40 * 30))])
-    engines[1].load(engines[1].check_state_dict(engines[0].state_dict()))
-    gradient = torch.ones(40 * 20)
-    with pytest.raises(StateError, match=r"parameter\[-1\]"):
-        engines[1].average([(other, gradient)])
-    assert engines[1].reporter.counts().messages == 0

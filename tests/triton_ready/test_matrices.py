@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from kernel_calls import asked, iteration, wanted
+from kernel_calls import Drawing, asked, assert_near, check_a_step, iteration, wanted
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
@@ -25,41 +24,7 @@ from triton_ready.interpreting import quiet
 pytestmark = quiet
 
 
-class Drawing:
-    """Normal numbers from one seed."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator)
-
-
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
-
-
-def groups_of(draw: Drawing, matrix_rank: int, dtype: torch.dtype) -> list[MatrixGroup]:
-    """Of several shapes and matrix ranks; one has no residual."""
-    found = []
-    for rows, columns, count in ((20, 24, 2), (17, 32, 1)):
-        matrices = [draw(rows, columns).to(dtype) for _ in range(count)]
-        errors: list[torch.Tensor | None] = [draw(rows, columns) for _ in matrices]
-        found.append(MatrixGroup([str(rows)] * count, matrices, errors, min(matrix_rank, rows)))
-    found[0].errors[1] = None  # type: ignore[index]
-    return found
-
-
-def exact_of(groups: Sequence[MatrixGroup], scale: float) -> list[list[torch.Tensor]]:
-    return [
-        [
-            matrix.double() if error is None else matrix.double() + scale * error.double()
-            for matrix, error in zip(group.matrices, group.errors, strict=True)
-        ]
-        for group in groups
-    ]
-
-
+# Matrix rank, type of gradients, loss scale, and whether the step is healthy.
 CASES = {
     "rank 1": (1, torch.float32, None, True),
     "rank 3, scaled": (3, torch.bfloat16, 8.0, None),
@@ -71,50 +36,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_float64(case: str) -> None:
-    """Products, projections and what is written to gradients and residuals, of all groups at once."""
+    """Of all groups at once, of several shapes; some matrices have no residual."""
     matrix_rank, dtype, scale, healthy = CASES[case]
-    draw = Drawing()
-    groups = groups_of(draw, matrix_rank, dtype)
-    loss_scale, factor = (None, 1.0) if scale is None else (torch.tensor(scale), scale)
-    wholes = exact_of(groups, factor)
-    before = [[None if each is None else each.clone() for each in group.errors] for group in groups]
-    rights, lefts = (
-        [draw(len(group.matrices), group.matrix_rank, group.matrices[0].shape[side]) / 4 for group in groups]
-        for side in (1, 0)
-    )
-    found = TRITON.products(asked(groups, rights, loss_scale, add_error=True))
-    for group, of_group in zip(groups, wholes, strict=True):
-        for matrix, error, whole in zip(group.matrices, group.errors, of_group, strict=True):
-            # The sum stays where the gradient was; in 16 bits, which can't hold it, it is added anew.
-            assert (relative(matrix, whole) < 1e-6) == (dtype == torch.float32 or error is None)
-    owns = TRITON.projections(asked(groups, lefts, loss_scale, add_error=False))
-    for of_group, right, left, product, own in zip(wholes, rights, lefts, found, owns, strict=True):
-        for index, whole in enumerate(of_group):
-            assert relative(product[index], right[index].double() @ whole.T) < 1e-6
-            assert relative(own[index], left[index].double() @ whole) < 1e-6
-
-    means = [draw(*own.shape) / 4 for own in owns]
-    written: list[list[torch.Tensor]] = [
-        [torch.zeros(matrix.shape) for matrix in group.matrices] for group in groups
-    ]
-    terms = [[iteration(*each)] for each in zip(lefts, owns, means, strict=True)]
-    flag = None if healthy is None else torch.tensor(healthy)
-    TRITON.reconstruct(wanted(groups, written, terms, loss_scale, flag))
-    for group, of_group, errors, left, own, mean in zip(
-        groups, wholes, written, lefts, owns, means, strict=True
-    ):
-        for index, matrix in enumerate(group.matrices):
-            basis, exact = left[index].double().T, left[index].double().T @ mean[index].double()
-            if healthy is False:
-                assert matrix.isnan().all()
-                assert not errors[index].any()
-                continue
-            # The interpreter does not round to bf16 as GPUs do.
-            assert relative(matrix, exact) < (8e-3 if dtype == torch.bfloat16 else 5e-4)
-            rest = of_group[index] - basis @ own[index].double() + exact - matrix.double()
-            assert (errors[index].double() - rest / factor).norm() < 1e-5
-    assert before[0][0] is not None
-    assert torch.equal(groups[0].errors[0], before[0][0])  # type: ignore[arg-type]
+    shapes = [(20, 24), (17, 32)]
+    check_a_step(TRITON, shapes, matrix_rank, dtype=dtype, scale=scale, healthy=healthy, all_owe=False)
 
 
 def test_a_matrix_longer_than_a_program_adds_up_is_added_up_in_parts() -> None:
@@ -122,7 +47,7 @@ def test_a_matrix_longer_than_a_program_adds_up_is_added_up_in_parts() -> None:
     group = MatrixGroup(["long"], [draw(SPLIT_ROWS + 3, 16)], [None], 2)
     left = draw(1, 2, SPLIT_ROWS + 3)
     (own,) = TRITON.projections(asked([group], [left], None, add_error=True))
-    assert relative(own[0], left[0].double() @ group.matrices[0].double()) < 1e-6
+    assert_near(own[0], left[0].double() @ group.matrices[0].double(), 1e-6)
 
 
 def test_a_matrix_is_computed_alike_whatever_else_is_in_its_bucket() -> None:
@@ -148,7 +73,7 @@ def test_forgotten_residuals_and_several_terms() -> None:
     TRITON.reconstruct(wanted([group], [None], [terms], None))
     (left, right), (other_left, other_right) = (term.mean for term in terms)
     exact = left[0].double().T @ right[0].double() + other_left[0].double().T @ other_right[0].double()
-    assert relative(group.matrices[0], exact) < 1e-6
+    assert_near(group.matrices[0], exact, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -53,44 +53,39 @@ def attach(
             warns.
         replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
-            `fully_shard`, or that mesh of two named dimensions as a whole. `replicate` and native HSDP have a
-            group for it, and take no other. Refused with DDP.
+            `fully_shard`, or that mesh as a whole. `replicate` and native HSDP have a group for it, and take
+            no other. Refused with DDP.
         machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
-            gradients are averaged exactly inside each machine first; then each process averages a part of
-            them by the algorithm, with the processes of its local rank on the other machines. So everything
-            leaves a machine once; see docs/machines.md. True finds it out from the variables of torchrun,
-            srun or mpirun. Or give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two
-            dimensions, (machines, processes of each). With False each process sends by itself.
+            each averages exactly inside first, and sends everything once; see docs/machines.md. True finds it
+            out from the variables of torchrun, srun or mpirun. Or give the ranks on each machine,
+            `[[0, 1], [2, 3]]`, or a mesh of (machines, processes of each). With False each process sends by
+            itself.
         grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
             what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
             units, so that a change of scale changes no result.
         host_check: Whether the host waits for the device in each step to see whether all means are finite, if
             anyone looks (see `on_nonfinite`). With False it mostly does not wait, and steps that are not
-            finite count in `steps`. "auto" is False on accelerators with low-rank algorithms, whose kernels
-            keep memory as it was at no cost, and True elsewhere, with `find_unused_parameters`, and with
-            "raise"; see docs/ddp.md#without-a-host-check.
+            finite count in `steps`. "auto" is False on accelerators with low-rank algorithms, and True
+            elsewhere, with `find_unused_parameters`, and with "raise"; see docs/ddp.md#without-a-host-check.
         on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
             memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
             without one the model is lost, and that is logged once. "zero": all are zeros; an optimizer with
             momentum or weight decay still moves the parameters. "raise": `backward()` raises
-            `NonfiniteError` at its end; take no optimizer step, and training may go on. The last two are for
-            runs without a `GradScaler`, which would never see an overflow. With "nan" only algorithms that
-            remember something look, and count such steps (`stats().nonfinite_steps`); with the last two
-            `AllReduce`, `Cast` and `Quantize` without error feedback look as well: a host synchronisation
-            per step, and for the first two a pass over the gradients.
+            `NonfiniteError` at its end; take no optimizer step, and training may go on. With "nan" only
+            algorithms that remember something look, and count such steps (`stats().nonfinite_steps`); with
+            the others `AllReduce`, `Cast` and `Quantize` without error feedback look as well: a host
+            synchronisation per step, and for the first two a pass over the gradients.
         weight: By how much this process counts in the means, if not all count alike: such as the samples or
-            tokens behind its gradients, if the loss is their mean. Then the result is the mean over all
-            samples, whatever share of them each process has; 0 for none. A number stays as it is. A function
-            is asked once a step, in the backward pass, and costs a message of 8 bytes that is waited for
-            before the first bucket is sent. For an FSDP2 model it is the replica's: the same on all its
+            tokens behind its gradients, if the loss is their mean; 0 for none. A number stays as it is. A
+            function is asked once a step, in the backward pass, and costs a message of 8 bytes that is waited
+            for before the first bucket is sent. For an FSDP2 model it is the replica's: the same on all its
             shards, between which PyTorch averages by itself.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
 
-    Cost per step: one host synchronisation with algorithms that remember something (none if not
-    `host_check`); see each algorithm's own. With `find_unused_parameters`, one more, and 4 bytes for
-    each parameter in the messages, with these algorithms.
+    Cost per step: one host synchronisation with algorithms that remember something, if `host_check`; with
+    `find_unused_parameters` one more, and 4 bytes for each parameter in the messages.
 
     Raises:
         AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged (its

@@ -77,11 +77,10 @@ def adapter_of(
 ) -> "DDPAdapter":
     """Return an adapter that knows the model's parameters by name; not registered yet. Collective."""
     ddp_model.check_options(model)
-    names = ddp_model.names_of(model.module, model.parameters_to_ignore)
-    specs = [ParameterSpec.of(name, p) for p, name in names.items() if p.requires_grad]
+    specs = [ParameterSpec.of(name, p) for p, name in ddp_model.names_in(model).items() if p.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
-    adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
-    refuse_steps_inside(adapter, names)
+    adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), model)
+    refuse_steps_inside(adapter, ddp_parameters(model))
     return adapter
 
 
@@ -107,16 +106,11 @@ def adapter_of_hook(
 class DDPAdapter:
     """Starts DDP's buckets in steps of an `Engine`, and hands their means back as futures."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        names: dict[torch.nn.Parameter, str] | None = None,
-        model: DistributedDataParallel | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, model: DistributedDataParallel | None = None) -> None:
         self.engine, self.sync = engine, GradientSync(engine)
         # Weak: the model holds the hook's state, and with it this.
         self._model = None if model is None else weakref.ref(model)
-        self._buckets = DDPBuckets(engine, names)
+        self._buckets = DDPBuckets(engine, None if model is None else ddp_model.names_in(model))
         self._comm_stream = CommStream()
         self._is_new = True
         self._static_graph: _StaticGraph | None = None
@@ -126,8 +120,6 @@ class DDPAdapter:
         self._used: ddp_model.Used | None = None
         # Gradients in a bucket that the step may leave as they are: name, part of the bucket, copy.
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        if model is not None:
-            self._note_used(model)
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Start a bucket, and finish the step with the last one; return a future of the bucket's mean."""
@@ -230,12 +222,9 @@ class DDPAdapter:
         if model is not None:
             ddp_model.check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None
-            self._note_used(model)
+            if model.find_unused_parameters and self.engine.settings.may_be_unused:
+                self._used = ddp_model.Used(ddp_parameters(model))
         self._is_new = False
-
-    def _note_used(self, model: DistributedDataParallel) -> None:
-        if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
-            self._used = ddp_model.Used(ddp_model.names_of(model.module, model.parameters_to_ignore))
 
     def _copy_unused(self, bucket: GradBucket, specs: Specs, used: list[bool] | None) -> None:
         """Copy gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
@@ -365,8 +354,7 @@ class Switch:
             ddp_model.unguard(model)
             if (adapter := self.adapter_now()) is not None:
                 adapter.let_go()
-            names = ddp_model.names_of(model.module, model.parameters_to_ignore)
-            adapter = DDPAdapter(Engine(AllReduce(), _transport_of(model)), names, model)
+            adapter = DDPAdapter(Engine(AllReduce(), _transport_of(model)), model)
             self.adapter_now, self.taken_by = lambda: adapter, ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ddp_model.DetachedAdapter:

@@ -59,6 +59,11 @@ def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[tor
     return names
 
 
+def names_in(model: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
+    """Return the parameters of a DDP model that it does not ignore, each with its name in the module."""
+    return names_of(model.module, model.parameters_to_ignore)
+
+
 def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
     """Return the node that adds up a parameter's gradient, frozen or not."""
     trained = parameter.requires_grad
@@ -82,7 +87,7 @@ class Used:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._ids: set[int] = set()
-        # Hooks of the pass under way, or of passes before this was made, may have gone by unseen.
+        # Hooks of the pass under way, or of passes before this was made, have gone by unseen.
         self._is_complete = False
         self._handles = [
             self._noted(parameter)
@@ -161,8 +166,6 @@ def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel 
 
 # Models that can't be attached.
 
-LIGHTNING = "make the Trainer with strategy=thinwire.integrations.lightning.ThinwireStrategy(algorithm)"
-
 
 def is_fsdp2(model: object) -> bool:
     """Return whether `fully_shard` or `replicate` holds a part of the model."""
@@ -179,13 +182,13 @@ def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
     return any(kind.__name__ in kinds for kind in type(module).__mro__)
 
 
+LIGHTNING = "make the Trainer with strategy=thinwire.integrations.lightning.ThinwireStrategy(algorithm)"
+
 # Advice for objects of frameworks, by package and base class: importing them takes seconds.
 WAYS_IN = {
     ("transformers", "Trainer"): "call thinwire.integrations.transformers.attach(trainer, algorithm)",
     ("lightning", "Trainer"): LIGHTNING,
-    ("pytorch_lightning", "Trainer"): LIGHTNING,
     ("lightning", "LightningModule"): LIGHTNING,
-    ("pytorch_lightning", "LightningModule"): LIGHTNING,
     ("lightning", "Fabric"): "give the model that fabric.setup(…) returns",
     ("accelerate", "Accelerator"): "give the model that accelerator.prepare(…) returns",
 }
@@ -193,8 +196,11 @@ WAYS_IN = {
 
 def way_in(model: object) -> str:
     """Return advice to replace giving a framework's object to Thinwire; "" if it is no such object."""
-    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(model).__mro__]
-    return next((WAYS_IN[kind] for kind in kinds if kind in WAYS_IN), "")
+    for kind in type(model).__mro__:
+        package = kind.__module__.partition(".")[0].removeprefix("pytorch_")
+        if (package, kind.__name__) in WAYS_IN:
+            return WAYS_IN[package, kind.__name__]
+    return ""
 
 
 def wrong_model(model: object) -> str:
@@ -362,7 +368,7 @@ class _Guard:
                     f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so "
                     "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
                 )
-        for parameter, name in names_of(model.module, model.parameters_to_ignore).items():
+        for parameter, name in names_in(model).items():
             # A tensor that `torch.func.functional_call` puts in a parameter's place may be computed from it.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
                 raise unaveraged(name)

@@ -26,13 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.common import contributor_scales, new_engine, tell_start
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
-from thinwire.adapters.ddp_model import (
-    guard,
-    names_of,
-    unaveraged,
-)
+from thinwire.adapters.ddp_model import guard, names_in, unaveraged
 from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all
-from thinwire.algorithms import Algorithm, Quantize
+from thinwire.algorithms import Algorithm, Bucket, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.algorithms.requests import AllGather
 from thinwire.comm import Message, Work
@@ -114,9 +110,10 @@ def overlap_forward(
     """
     ddp_model, transport = attachable(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    _check(model, ddp_model, algorithm, clip_norm)
+    check_algorithm(algorithm)
+    _check(model, ddp_model, clip_norm)
     _check_optimizers(ddp_model, optimizers)
-    names = names_of(ddp_model.module, ddp_model.parameters_to_ignore)
+    names = names_in(ddp_model)
     specs = [ParameterSpec.of(name, tensor) for tensor, name in names.items() if tensor.requires_grad]
     engine = new_engine(algorithm, transport, specs, Settings(), False)
     deferred = [DeferredOptimizer(optimizer, poison=poison) for optimizer in optimizers]
@@ -137,14 +134,8 @@ def check_algorithm(algorithm: object) -> None:
         )
 
 
-def _check(
-    model: nn.Module,
-    ddp_model: DistributedDataParallel,
-    algorithm: Algorithm,
-    clip_norm: float | None,
-) -> None:
+def _check(model: nn.Module, ddp_model: DistributedDataParallel, clip_norm: float | None) -> None:
     """Refuse what can't be stepped layer by layer."""
-    check_algorithm(algorithm)
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm must be above 0, got {clip_norm!r}; leave it out to clip nothing")
     for option in ("find_unused_parameters", "static_graph"):
@@ -198,9 +189,9 @@ class PendingBucket:
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Return each parameter with its part of the mean."""
-        parts = self.mean.split_with_sizes([spec.numel for spec in self.state.specs])
-        for parameter, spec, part in zip(self.parameters, self.state.specs, parts, strict=True):
-            yield parameter, part.as_strided(spec.shape, spec.stride)
+        specs = self.state.specs
+        parts = zip(self.parameters, specs, Bucket(specs, self.mean).gradients, strict=True)
+        return ((parameter, part.as_strided(spec.shape, spec.stride)) for parameter, spec, part in parts)
 
 
 class ForwardAdapter:
@@ -263,10 +254,9 @@ class ForwardAdapter:
             self._open = self.engine.begin()
         parameters: list[Any] = bucket.parameters()
         # A copy: DDP's bucket is the user's until the mean is there, to zero or to accumulate in.
-        state = self._buckets.of(parameters)
-        pending = PendingBucket(state, parameters, flat.clone())
+        pending = PendingBucket(self._buckets.of(parameters), parameters, flat.clone())
         try:
-            self._open.start(state, pending.mean)
+            self._open.start(pending.state, pending.mean)
         except BaseException:
             self.forget()
             raise
@@ -357,10 +347,9 @@ class ForwardAdapter:
     # The next forward pass.
 
     def _step_if_pending(self, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter in self._pending:
-            self._step_bucket(self._pending[parameter])
-
-    def _step_bucket(self, bucket: PendingBucket) -> None:
+        if parameter is None or parameter not in self._pending:
+            return
+        bucket = self._pending[parameter]
         if self._is_stepping:
             raise StepError(
                 "a hook of an optimizer's step has read parameters that wait for theirs; remove it"
@@ -381,28 +370,27 @@ class ForwardAdapter:
             raise
         finally:
             self._is_stepping = False
-        for parameter in bucket.parameters:
-            self._pending.pop(parameter)
-        if not self._pending and self._sent is not None:
-            self._sent.end()
+        for stepped in bucket.parameters:
+            self._pending.pop(stepped)
+        if not self._pending:
+            cast(Step, self._sent).end()
             for deferred in self._optimizers:
                 deferred.is_deferred = False
             self._sent = self._scale = None
 
+    @torch.no_grad()
+    @torch.inference_mode(False)
     def _apply(self, bucket: PendingBucket) -> None:
-        assert self._sent is not None
-        assert bucket.task is not None
-        with torch.no_grad(), torch.inference_mode(False):
-            self._sent.take(bucket.task)
-            if self._clip_norm is not None and self._norm is not None:
-                work, squares = self._norm
-                work.wait()
-                scale = self._clip_norm / (squares.sqrt() + 1e-6)
-                self._scale, self._norm = scale.clamp(max=1.0), None
-            if self._scale is not None:
-                bucket.mean.mul_(self._scale.to(bucket.mean))
-            for deferred in self._optimizers:
-                deferred.step(dict(bucket.gradients()))
+        cast(Step, self._sent).take(cast(Task, bucket.task))
+        if self._clip_norm is not None and self._norm is not None:
+            work, squares = self._norm
+            work.wait()
+            scale = self._clip_norm / (squares.sqrt() + 1e-6)
+            self._scale, self._norm = scale.clamp(max=1.0), None
+        if self._scale is not None:
+            bucket.mean.mul_(self._scale.to(bucket.mean))
+        for deferred in self._optimizers:
+            deferred.step(dict(bucket.gradients()))
 
     def flush(self) -> None:
         """Step all parameters that wait for it."""

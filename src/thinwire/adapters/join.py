@@ -32,10 +32,9 @@ def join(
     """Let the processes of a training loop have different numbers of batches, while this is open.
 
     A process that has run out of batches leaves its loop and then takes part in the others' averages with
-    zero gradients, until all have run out. It goes on sending its residual: the sum of all results and the
-    mean error left at the end is the sum of the true means over the whole uneven run. At the end every
-    process gets the model of the last to finish; optimizers are not averaged. Under torch's `model.join()`
-    our hooks always divide by the initial world size.
+    zero gradients, and its residual, until all have run out. At the end every process gets the model of the
+    last to finish; optimizers are not averaged. Under torch's `model.join()` our hooks always divide by the
+    initial world size.
 
     Args:
         joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or

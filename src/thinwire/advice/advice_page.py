@@ -51,7 +51,7 @@ class Advice:
     @property
     def best(self) -> Prediction:
         """The advised algorithm: of those that `tied`, the one that loses least."""
-        return choose(self.predictions, self.least_gain, self.budget_loss, self.compute_seconds)
+        return choose(self.tied)
 
     @property
     def tied(self) -> list[Prediction]:
@@ -103,7 +103,6 @@ class Advice:
         return {name: "import thinwire\n" * ("thinwire." in text) + text for name, text in texts.items()}
 
     def __str__(self) -> str:
-        """Return the headline, the table, why, notes, the sources of losses, and lines to paste."""
         sender = "process" if self.shards is None and self.processes == 1 else "machine"
         pasted = [
             line
@@ -114,8 +113,6 @@ class Advice:
         return "\n".join([*page, *self._why(), *self.notes, "", *self._sources(), *pasted])
 
     def _table(self) -> list[str]:
-        """Return a heading, and a line for computing alone and for each prediction."""
-
         def share(seconds: float) -> str:
             return f"{100 * seconds / self.baseline.step_seconds:.0f}"
 
@@ -146,7 +143,6 @@ class Advice:
         ]
 
     def _why(self) -> Iterator[str]:
-        """Yield why it is advised, and what is left to win."""
         best = self.best
         if self.nothing_to_win:
             yield "Nothing more to win: a step takes about as long without any averaging."
@@ -174,7 +170,6 @@ class Advice:
                 )
 
     def _sources(self) -> list[str]:
-        """Return a line for each training that losses are known from, and its gaps."""
         by_training: dict[str, dict[str, str]] = {}
         for prediction in self.predictions:
             for gap in prediction.loss.gaps:

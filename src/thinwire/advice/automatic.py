@@ -22,7 +22,14 @@ from thinwire.advice.losses import (
     optimizer_name,
     priced,
 )
-from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose
+from thinwire.advice.prediction import (
+    Prediction,
+    checked_budget,
+    checked_gain,
+    checked_steps,
+    choose,
+    contenders,
+)
 from thinwire.algorithms import AllReduce
 from thinwire.checks import whole_count, whole_number
 from thinwire.comm import CALL, agree, gather_numbers
@@ -50,14 +57,13 @@ def auto(
     """Attach to a DDP or FSDP2 model, and choose the algorithm by what the run's own steps take.
 
     Steps are timed with exact averaging, with 16 bits, and with each algorithm that is expected to lose no
-    more than the budget. The run goes on with the best by the rule of `thinwire.advise`, on all processes
-    alike. Every `every_steps` it makes some steps with 16 bits again: if they take for sure a fifth more or
-    less than before, all are tried again. All steps train the model, and what an algorithm has not sent yet,
-    the next one sends.
+    more than the budget; the run goes on with the best by the rule of `thinwire.advise`. Every `every_steps`
+    it makes some steps with 16 bits again: if they take for sure a fifth more or less than before, all are
+    tried again. All steps train the model, and what an algorithm has not sent yet, the next one sends.
 
-    Call it on every process, in place of `attach`, and leave `sync.use` alone. A saved state is that of the
-    algorithm in use; a run that resumes chooses again. The result's `sync` is the handle; printing the result
-    tells the choice, and so does the logger "thinwire" at level INFO, on the first process.
+    Call it on every process, in place of `attach`, and leave `sync.use` alone. A run that resumes chooses
+    again. The result's `sync` is the handle; printing the result tells the choice, and so does the logger
+    "thinwire" at level INFO, on the first process.
 
     Args:
         model: As of `attach`.
@@ -69,14 +75,10 @@ def auto(
         every_steps: From one look at the link to the next; None for a single choice.
         settings: All else that `attach` takes.
 
-    Raises:
-        ConfigError: An argument is out of range.
-        AgreementError: The processes were given different arguments.
-        ThinwireError: As of `attach`.
+    ConfigError if an argument is out of range, AgreementError if the processes were given different ones.
     """
     name = optimizer_name(optimizer)
-    if total_steps is not None:
-        total_steps = whole_count("total_steps", total_steps, minimum=1)
+    total_steps = checked_steps(total_steps)
     if every_steps is not None:
         every_steps = whole_count("every_steps", every_steps, minimum=2)
     probe_steps = whole_number("probe_steps", probe_steps, minimum=2)  # there are no quartiles of one
@@ -136,7 +138,6 @@ class Auto:
         self._engine.reporter.observers.append(self._after_step)
 
     def __str__(self) -> str:
-        """Return the choice and the reason for it, in lines."""
         if self.chosen is None or self.is_choosing:
             return "no choice yet"
         why = f"Nothing rougher within the budget wins more than {self._rules.least_gain:.0%} for sure."
@@ -154,7 +155,7 @@ class Auto:
             self.is_choosing, self.trials = True, ()
             for name in self._candidates:
                 self.trials += ((yield from self._try_out(name, rules.probe_steps)),)
-            self.chosen, self.is_choosing = choose(self.trials, rules.least_gain), False
+            self.chosen, self.is_choosing = choose(contenders(self.trials, rules.least_gain)), False
             self._use(self.chosen.name)
             self._tell(f"from step {self.sync.steps} on: {self}")
             if rules.every_steps is None:
@@ -174,7 +175,6 @@ class Auto:
             self.sync.use(self._candidates[name].algorithm)
 
     def _try_out(self, name: str, num_steps: int) -> Generator[None, float, Prediction]:
-        """Make steps with a candidate; return what all processes have measured."""
         traffic = self._engine.traffic
         self._use(name)
         for _ in range(UNTIMED_STEPS):
@@ -189,11 +189,15 @@ class Auto:
             everyone = gather_numbers(numbers, group, "auto: what the processes have measured")
             numbers = [max(column) for column in zip(*everyone, strict=True)]
         low_seconds, step_seconds, high_seconds = numbers
-        sent_bytes = (traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
-        memory_bytes, is_lossy = self._engine.state.memory_bytes(), not self._candidates[name].keeps_16_bits
-        times, kept = (step_seconds, low_seconds, high_seconds), (sent_bytes, memory_bytes)
-        code = f"thinwire.attach(model, thinwire.{name})"
-        return Prediction(name, code, *times, *kept, is_lossy, loss=self._losses[name])
+        return Prediction(
+            name,
+            f"thinwire.attach(model, thinwire.{name})",
+            *(step_seconds, low_seconds, high_seconds),
+            sent_bytes=(traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before),
+            memory_bytes=self._engine.state.memory_bytes(),
+            is_lossy=not self._candidates[name].keeps_16_bits,
+            loss=self._losses[name],
+        )
 
     def _after_step(self, committed: bool) -> None:
         seconds = self._clock() - self._last

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib import import_module
 from socket import gethostname
 from typing import TYPE_CHECKING
@@ -17,11 +16,12 @@ from torch import nn
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.losses import Training, notes_on_losses, notes_on_size, optimizer_name
-from thinwire.advice.prediction import checked_budget, checked_gain
-from thinwire.advice.step_benchmark import DDPSubject, OneStep, PricedSteps, StepBenchmark
+from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
+from thinwire.advice.prediction import checked_budget, checked_gain, checked_steps
+from thinwire.advice.priced_steps import PricedSteps
+from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark
 from thinwire.advice.timeline import Stopwatch
-from thinwire.checks import number, whole_count
+from thinwire.checks import number
 from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import AttachError, ConfigError
 from thinwire.launch import group_of_one
@@ -33,8 +33,6 @@ from thinwire.torch_private import uncompiled
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ROUND_TRIPS_MS = (0, 5, 20, 80)
-MIN_SPREAD = 0.2  # below, it hardly shows in what is measured
 SHARDED = "thinwire.advice.sharded_subject"  # it knows of DTensors, which take seconds to import
 
 
@@ -53,10 +51,9 @@ def advise(
 ) -> Advice:
     """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
 
-    The model is copied (a DDP model's options are not); steps of the copy are timed with one algorithm after
-    the other on this process, without any network, noting which message would have been sent when. The probe
-    tells how long each would have been under way, and of as many steps as there are processes the slowest
-    sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
+    Steps of a copy of the model (without a DDP model's options) are timed on this process, without any
+    network. The probe tells how long their messages would have been under way; of as many steps as there are
+    processes the slowest sets the pace. With a model of `fully_shard`, the processes of a replica time steps
     together, share the link of the one process that was probed, and are compared with native HSDP in bf16.
 
     Call it on every process of the default process group (of a sharded model: of one replica), or with a
@@ -65,23 +62,21 @@ def advise(
     (or of this process's shards), its gradients, and what the algorithm whose turn it is keeps.
 
     Args:
-        model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
-            `attach` takes it: it is trained itself, and put back as it was.
+        model: A module, plain or of DDP. Or an FSDP2 model, which is trained itself, and put back as it was.
         one_step: Is called with a DDP model of the copy, or with the FSDP2 model; to make a batch, run
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
         probe: Of the network; None to probe the default process group now, which is collective. For a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
         replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
-        budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
-            case, of which four are not timed.
+        budget_seconds: About how long it may take. Ten steps with each algorithm are made in any case.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
             0.01 is 1 %; at most 0.2. `math.inf` for any, known or not.
-        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With one that
-            was not measured with, and with None, the largest gap of those that were counts.
-        total_steps: Of the run. Few bits lose more in short ones, so of the runs that were measured only
-            those count that were not longer; with None, the shortest.
+        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With None,
+            and one that was not measured with, the largest gap of all counts.
+        total_steps: Of the run. Few bits lose more in short ones, so only runs count that were not longer;
+            with None, the shortest.
         progress: Gets what is being measured, in words.
 
     Raises:
@@ -92,8 +87,7 @@ def advise(
     """
     name = optimizer_name(optimizer)
     budget_loss, least_gain = checked_budget(budget_loss), checked_gain(least_gain)
-    if total_steps is not None:
-        total_steps = whole_count("total_steps", total_steps, minimum=1)
+    total_steps = checked_steps(total_steps)
     if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
         raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
     if not isinstance(probe, Probe | None):
@@ -103,16 +97,15 @@ def advise(
         if not dist.is_initialized():
             entered.enter_context(group_of_one())
         link, transport = _link_between_replicas(module, probe, replicas), ProcessGroupTransport()
-        training, stopwatch = (
-            Training.of(module, name, link.members, total_steps),
-            Stopwatch(link.members, device),
-        )
+        training = Training.of(module, name, link.members, total_steps)
+        stopwatch = Stopwatch(link.members, device)
         kind = import_module(SHARDED).ShardedSubject if is_fsdp2(module) else DDPSubject
         subject = kind(module, stopwatch.transport, entered)
-        benchmark = StepBenchmark(subject, one_step, stopwatch, training, transport)
-        benchmark.run(budget_seconds, progress)
+        gradient_bytes = sum(p.nbytes for p in subject.model.parameters() if p.requires_grad)
+        steps = PricedSteps(training, transport, gradient_bytes, subject.shards)
+        StepBenchmark(subject, one_step, stopwatch).run(steps, budget_seconds, progress)
         notes = notes_on_losses(optimizer, total_steps), notes_on_link(link, transport.size, device)
-        return advice_from(benchmark, link, least_gain, budget_loss, notes)
+        return steps.advice(link, least_gain, budget_loss, notes)
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
@@ -148,45 +141,6 @@ def _link_between_replicas(
     if replicas is not None:
         raise ConfigError("replicas is for models of fully_shard; leave it out")
     return MeasuredLink.of(probe or measure_network())
-
-
-def advice_from(
-    steps: PricedSteps,
-    link: MeasuredLink,
-    least_gain: float,
-    budget_loss: float,
-    notes: tuple[Iterable[str], Iterable[str]],
-) -> Advice:
-    """Return what follows from timed or planned steps on a link; notes on losses come first. Collective."""
-    predictions = steps.predictions(link)
-    seconds_at: dict[str, dict[int, float]] = {prediction.name: {} for prediction in predictions}
-    for ms in ROUND_TRIPS_MS if link.counts_round_trips else ():
-        for prediction in steps.predictions(link, round_trip_seconds=ms / 1e3):
-            seconds_at[prediction.name][ms] = prediction.step_seconds
-    predictions = [replace(prediction, seconds_at=seconds_at[prediction.name]) for prediction in predictions]
-    compute_seconds, low_seconds, high_seconds = steps.compute_seconds(link.members * link.processes)
-    advice = Advice(
-        predictions=tuple(sorted(predictions, key=lambda prediction: prediction.step_seconds)),
-        baseline=next(prediction for prediction in predictions if prediction.name == steps.baseline),
-        compute_seconds=compute_seconds,
-        least_gain=least_gain,
-        budget_loss=budget_loss,
-        optimizer=steps.training.optimizer,
-        shards=steps.shards,
-        processes=link.processes,
-    )
-    sentences = [*notes[0], *notes_on_size(steps.training)]
-    best = advice.best
-    if best.residual_bytes:
-        residual = f"the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB"
-        seconds = f"about {link.transfer('all_reduce', best.residual_bytes).seconds:.2g} s each time"
-        sentences.append(f"Saving (state_dict) averages {residual}, over the link: {seconds}.")
-    if high_seconds > (1 + MIN_SPREAD) * low_seconds:
-        spread = f"{1e3 * low_seconds:.1f} to {1e3 * high_seconds:.1f} ms"
-        sentences.append(
-            f"Half of the steps without averaging took {spread}: on a quiet machine predictions are surer."
-        )
-    return replace(advice, notes=(*sentences, *notes[1]))
 
 
 def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) -> Iterator[str]:

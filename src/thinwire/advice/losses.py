@@ -34,23 +34,13 @@ Kind = Literal["exact", "measured", "between", "above", "unknown"]
 
 @dataclass(frozen=True)
 class LossGap:
-    """How much more held-out loss than exact averaging, after equally many steps.
+    """How much more held-out loss than exact averaging an algorithm had, after equally many steps.
 
-    Attributes:
-        name: The algorithm that lost it, as it prints.
-        optimizer: With which.
-        members: That trained together.
-        parameters: Of the model.
-        steps: Of each training.
-        seeds: Trainings of each kind, compared seed by seed.
-        percent: Mean.
-        low_percent: Of the 95 % interval of the mean (Student's t).
-        high_percent: Likewise.
-        source: File of this project.
-        is_recurrent: Whether the model was an LSTM; else it was a transformer.
+    `percent` is the mean over trainings with `seeds` seeds, from `low_percent` to `high_percent` its 95 %
+    interval (Student's t), `source` the file of this project. A model is an LSTM or else a transformer.
     """
 
-    name: str
+    name: str  # of the algorithm, as it prints
     optimizer: str
     members: int
     parameters: int
@@ -82,7 +72,6 @@ class Training:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str | None, members: int, steps: int | None = None) -> Training:
-        """Return that of a model."""
         numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         kinds = {type(module) for module in model.modules()}
         is_recurrent = any(issubclass(kind, nn.RNNBase | nn.RNNCellBase) for kind in kinds)
@@ -97,9 +86,8 @@ class ExpectedLoss:
         kind: "exact": there is none. "measured": `gaps` has it. "between": not measured; `gaps` holds a
             lower and an upper bound. "above": only the lower one. "unknown": nothing was measured, or only in
             longer runs, or (low rank) in far smaller models.
-        percent: To be counted with: the mean, or the upper bound; None if there is none.
-        low_percent: The least that it may be, as far as known.
-        high_percent: The most.
+        percent: To be counted with: the mean, or the upper bound, from low_percent to high_percent; None if
+            there is none.
         gaps: The measurements that it is made of.
     """
 
@@ -204,7 +192,7 @@ def notes_on_size(training: Training) -> Iterator[str]:
 
 
 def _unwrapped(optimizer: object) -> object:
-    """Return the optimizer inside of frameworks' wrappers."""
+    # Inside of frameworks' wrappers.
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return optimizer
@@ -259,12 +247,11 @@ def nearest_gap(name: str, training: Training) -> LossGap | None:
 
 
 def _is_as_short(gap: LossGap, training: Training) -> bool:
-    """Return whether a measured run was no longer than a training: longer ones lose less."""
+    # Longer runs lose less.
     return training.steps is None or gap.steps <= training.steps
 
 
 def _distance(gap: LossGap, training: Training) -> float:
-    """Return how far two trainings are apart in the size of the model, the members and the length."""
     ratios = [training.parameters / gap.parameters, training.members / gap.members]
     if training.steps is not None:
         ratios.append(training.steps / gap.steps)

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.forecast import advice_from, notes_on_link
+from thinwire.advice.forecast import notes_on_link
 from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
-from thinwire.advice.prediction import checked_budget
-from thinwire.advice.step_benchmark import PricedSteps, TimedSteps
+from thinwire.advice.prediction import checked_budget, checked_steps
+from thinwire.advice.priced_steps import PricedSteps, TimedSteps
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.algorithms import Algorithm, BucketPlan, Quantize, TopK
-from thinwire.checks import whole_count
 from thinwire.comm import Collective, InProcessTransport
 from thinwire.plan import ParameterSpec
 from thinwire.probe.measured_link import MeasuredLink
@@ -66,10 +66,9 @@ def advise_by_size(
     total_steps: int | None = None,
 ) -> Advice:
     """Return the advice for a model of so many parameters whose forward and backward pass take so long."""
-    if total_steps is not None:
-        total_steps = whole_count("total_steps", total_steps, minimum=1)
-    model, name = stand_in(parameters), optimizer_name(optimizer)
-    steps = PlannedSteps(model, compute_seconds, Training.of(model, name, link.members, total_steps))
+    total_steps, model = checked_steps(total_steps), stand_in(parameters)
+    training = Training.of(model, optimizer_name(optimizer), link.members, total_steps)
+    steps = planned_steps(model, compute_seconds, training)
     is_free_inside = link.processes > 1 and not link.inside_seconds(steps.gradient_bytes)
     # No step was timed, so it does not matter on which machines the probe was.
     unnamed = replace(link, probe=replace(link.probe, hosts=[]))
@@ -81,7 +80,7 @@ def advise_by_size(
         "thinwire.advise(model, one_step, probe) makes the same table from timed steps of your own model.",
     )
     notes = notes_on_losses(optimizer, total_steps), notes_on_size_alone
-    return advice_from(steps, link, LEAST_GAIN, checked_budget(budget_loss), notes)
+    return steps.advice(link, LEAST_GAIN, checked_budget(budget_loss), notes)
 
 
 def stand_in(parameters: int, device: str = "meta") -> nn.Module:
@@ -104,56 +103,50 @@ def stand_in(parameters: int, device: str = "meta") -> nn.Module:
     return model
 
 
-class PlannedSteps(PricedSteps):
-    """Steps of a model as its plans say them, with DDP's buckets; the backward pass takes its time evenly."""
-
-    def __init__(self, model: nn.Module, compute_seconds: float, training: Training) -> None:
-        # Gradients are ready from the last layer to the first.
-        specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()][::-1]
-        gradient_bytes = sum(spec.gradient_bytes for spec in specs)
-        super().__init__(training, InProcessTransport.group(1)[0], gradient_bytes)
-        self._buckets = list(in_buckets(specs))
-        self.alone.timelines.append(Timeline((), compute_seconds))
-        for name, variant in self.variants.items():
-            arithmetic_seconds = training.parameters * ARITHMETIC_SECONDS[name]
-            self.timed[name] = self._planned(variant.algorithm, compute_seconds, arithmetic_seconds)
-
-    def _planned(self, algorithm: Algorithm, compute_seconds: float, arithmetic_seconds: float) -> TimedSteps:
-        plans = [algorithm.prepare(specs, num_members=self.training.members) for specs in self._buckets]
+def planned_steps(model: nn.Module, compute_seconds: float, training: Training) -> PricedSteps:
+    """Return steps as plans say them, with DDP's buckets; the backward pass takes its time evenly."""
+    # Gradients are ready from the last layer to the first.
+    specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()][::-1]
+    gradient_bytes = sum(spec.gradient_bytes for spec in specs)
+    steps, buckets = PricedSteps(training, InProcessTransport.group(1)[0], gradient_bytes), in_buckets(specs)
+    steps.alone.timelines.append(Timeline((), compute_seconds))
+    for name, variant in steps.variants.items():
+        algorithm, arithmetic_seconds = variant.algorithm, training.parameters * ARITHMETIC_SECONDS[name]
+        plans = [algorithm.prepare(bucket, num_members=training.members) for bucket in buckets]
         # Half of the arithmetic comes before a bucket's message, the rest when all means are there.
         backward_seconds = (1 - FORWARD_SHARE) * compute_seconds + arithmetic_seconds / 2
-        ready, done = [], 0
-        for plan in plans:
-            done += sum(spec.gradient_bytes for spec in plan.specs)
-            ready.append(FORWARD_SHARE * compute_seconds + backward_seconds * done / self.gradient_bytes)
+        done = accumulate(sum(spec.gradient_bytes for spec in bucket) for bucket in buckets)
+        shares = [num_bytes / gradient_bytes for num_bytes in done]
+        ready = [FORWARD_SHARE * compute_seconds + backward_seconds * share for share in shares]
         sent = in_turn(plans, ready) if algorithm.pipelines_buckets else together(plans, ready)
-        messages = []
-        for at, num_bytes, waited, which in sorted(sent):
-            kinds = COLLECTIVES.get(type(algorithm))
-            kind: Collective = "all_reduce" if kinds is None else kinds[which]
-            messages.append(Sent(at, self._handed_bytes(kind, num_bytes), waited, kind))
+        kinds = COLLECTIVES.get(type(algorithm), ("all_reduce", "all_reduce"))
+        messages = tuple(
+            Sent(at, handed_bytes(kinds[which], num_bytes, training.members), waited, kinds[which])
+            for at, num_bytes, waited, which in sorted(sent)
+        )
         compressed = [route for plan in plans for route in plan.routes if route.is_compressed]
         residual_bytes = algorithm.remembers * sum(route.gradient_bytes for route in compressed)
-        timeline = Timeline(tuple(messages), compute_seconds + arithmetic_seconds)
-        return TimedSteps([timeline], residual_bytes, residual_bytes)
-
-    def _handed_bytes(self, collective: Collective, message_bytes: int) -> int:
-        """Return what a process hands over, of bytes that are counted as of an all-reduce."""
-        if collective == "all_gather":
-            return 2 * message_bytes // self.training.members
-        return 2 * message_bytes if collective == "all_to_all" else message_bytes
+        timeline = Timeline(messages, compute_seconds + arithmetic_seconds)
+        steps.timed[name] = TimedSteps([timeline], residual_bytes, residual_bytes)
+    return steps
 
 
-def in_buckets(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
-    """Yield DDP's buckets: one is closed when it has its bytes, and the first is a small one."""
-    bucket, enough = list[ParameterSpec](), FIRST_BUCKET_BYTES
+def handed_bytes(collective: Collective, message_bytes: int, members: int) -> int:
+    """Return what a process hands over, of bytes that are counted as of an all-reduce."""
+    if collective == "all_gather":
+        return 2 * message_bytes // members
+    return 2 * message_bytes if collective == "all_to_all" else message_bytes
+
+
+def in_buckets(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """Return DDP's buckets: one is closed when it has its bytes, and the first is a small one."""
+    buckets, enough = [list[ParameterSpec]()], FIRST_BUCKET_BYTES
     for spec in specs:
-        bucket.append(spec)
-        if sum(member.gradient_bytes for member in bucket) >= enough:
-            yield bucket
-            bucket, enough = [], BUCKET_BYTES
-    if bucket:
-        yield bucket
+        if sum(member.gradient_bytes for member in buckets[-1]) >= enough:
+            buckets.append([])
+            enough = BUCKET_BYTES
+        buckets[-1].append(spec)
+    return buckets
 
 
 # When it is sent, its bytes, when its mean is needed, and which of its bucket's messages it is.

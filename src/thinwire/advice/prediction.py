@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.advice.losses import UNKNOWN_LOSS, ExpectedLoss
-from thinwire.checks import number
+from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 
 MAX_BUDGET_LOSS = 0.2  # more was probably meant in percent
@@ -76,10 +76,6 @@ class Prediction:
         """Whether it is exact averaging, which DDP does by itself."""
         return self.loss.kind == "exact"
 
-    def is_within(self, budget_loss: float) -> bool:
-        """Return whether it may be advised: without a bound, also what has no known gap."""
-        return not self.is_lossy or self.loss.order <= 100 * budget_loss
-
 
 def checked_budget(budget_loss: object) -> float:
     """Return a loss budget as a share; `math.inf` for any."""
@@ -99,19 +95,19 @@ def checked_gain(least_gain: object) -> float:
     return gain
 
 
-def choose(
-    predictions: Sequence[Prediction],
-    least_gain: float,
-    budget_loss: float = math.inf,
-    compute_seconds: float = 0.0,
-) -> Prediction:
-    """Return the contender that loses least; of equal losses the one that sends the most bits."""
+def checked_steps(total_steps: object) -> int | None:
+    """Return the steps of a run, if they are known."""
+    return None if total_steps is None else whole_count("total_steps", total_steps, minimum=1)
+
+
+def choose(contenders: Sequence[Prediction]) -> Prediction:
+    """Return the one that loses least; of equal losses the one that sends the most bits."""
 
     def order(prediction: Prediction) -> tuple[float, bool, float]:
         loss = prediction.loss.order if prediction.is_lossy else 0.0
         return loss, not prediction.is_exact, -prediction.sent_bytes
 
-    return min(contenders(predictions, least_gain, budget_loss, compute_seconds), key=order)
+    return min(contenders, key=order)
 
 
 def contenders(
@@ -137,22 +133,20 @@ def contenders(
         if prediction.is_lossy
         and prediction.step_seconds < max_seconds
         and prediction.high_seconds < careful[0].low_seconds
-        and prediction.is_within(budget_loss)
+        # Without a bound, also what has no known gap.
+        and prediction.loss.order <= 100 * budget_loss
     ]
     return _tied(rough, least_gain) if rough else careful
 
 
 def _tied(predictions: Sequence[Prediction], least_gain: float) -> list[Prediction]:
     """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure."""
-    ranked = sorted(predictions, key=lambda prediction: prediction.step_seconds)
-    fastest = ranked[0]
-    return [
+    fastest, *slower = sorted(predictions, key=lambda prediction: prediction.step_seconds)
+    # If steps are noisy, quartiles overlap with those of half the speed: no gap is worth so much time.
+    near_seconds = MAX_SLOWDOWN * fastest.step_seconds
+    return [fastest] + [
         prediction
-        for prediction in ranked
+        for prediction in slower
         if fastest.step_seconds >= (1 - least_gain) * prediction.step_seconds
-        # If steps are noisy, quartiles overlap with those of half the speed: no gap is worth so much time.
-        or (
-            prediction.low_seconds <= fastest.high_seconds
-            and prediction.step_seconds <= MAX_SLOWDOWN * fastest.step_seconds
-        )
+        or (prediction.low_seconds <= fastest.high_seconds and prediction.step_seconds <= near_seconds)
     ]

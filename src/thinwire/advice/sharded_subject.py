@@ -30,16 +30,7 @@ class ShardedSubject:
         self._pieces = pieces_of(model, self._sharded)
         refuse_attached(self._pieces, "ask for advice before it is attached")
         entered.enter_context(_put_back(model))
-        self.model = model
-        self.shards: int | None = self._group.size
-        self._adapter: FSDPAdapter | None = None
-        for parameter in (piece.parameter for piece in self._pieces if piece.parameter.requires_grad):
-            hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            entered.callback(hook.remove)
-
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        if self._adapter is not None:
-            self._adapter.arrived(parameter)
+        self.model, self.shards = model, self._group.size
 
     @contextmanager
     def averaging_with(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
@@ -48,11 +39,12 @@ class ShardedSubject:
             return
         settings = Settings(health_group=self._group if self._group.size > 1 else None)
         engine = Engine(algorithm, self._transport, specs_of(self._pieces), settings)
-        self._adapter = FSDPAdapter(engine, self._group, self._sharded, self._pieces)
+        adapter = FSDPAdapter(engine, self._group, self._sharded, self._pieces)
+        adapter.register(self.model)
         try:
             yield engine
         finally:
-            self._adapter = None
+            adapter.detach()
 
 
 def shards_of(model: nn.Module) -> Transport:

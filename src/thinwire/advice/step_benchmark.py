@@ -1,14 +1,10 @@
-"""Steps with one algorithm after the other, without a network; and what they would take on one."""
+"""Times steps with one algorithm after the other, without a network."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -16,13 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import DDPAdapter, adapter_of, switched
-from thinwire.advice.losses import BASELINE, Training, expected_losses, priced
-from thinwire.advice.prediction import NATIVE, Prediction, code_of
+from thinwire.advice.priced_steps import PricedSteps, TimedSteps, mean_over_processes
 from thinwire.advice.timeline import Stopwatch, Timeline
 from thinwire.algorithms import Algorithm
-from thinwire.comm import Transport, gather_numbers, own_subgroup
+from thinwire.comm import Transport, own_subgroup
 from thinwire.errors import ConfigError
-from thinwire.probe.measured_link import MeasuredLink
 from thinwire.sync import Engine
 
 if TYPE_CHECKING:
@@ -34,7 +28,6 @@ UNTIMED_STEPS, TIMED_STEPS = 2, 3
 MIN_ROUNDS = 2
 
 OneStep = Callable[[nn.Module], object]
-Quartiles = tuple[float, float, float]  # the median comes first
 
 
 class DDPSubject:
@@ -66,96 +59,19 @@ class DDPSubject:
             self._adapter = None
 
 
-@dataclass
-class TimedSteps:
-    """Timings of steps with an algorithm, and the bytes that it keeps between them."""
+class StepBenchmark:
+    """Times steps with each algorithm in turn, made again for its turn, so that one alone takes memory."""
 
-    timelines: list[Timeline] = field(default_factory=list)
-    memory_bytes: int = 0
-    residual_bytes: int = 0
-
-
-class PricedSteps:
-    """Steps with each priced algorithm, timed or planned, and what they would take on a network."""
-
-    def __init__(
-        self, training: Training, transport: Transport, gradient_bytes: int, shards: int | None = None
-    ) -> None:
-        self.training, self.gradient_bytes = training, gradient_bytes
-        self.transport = transport  # between all processes that measure
-        self.shards = shards  # processes that hold a replica together
-        self.variants, self.losses = priced(), expected_losses(training)
-        self.baseline = NATIVE if shards else BASELINE
-        self.variants[self.baseline] = self.variants.pop(BASELINE)
-        self.losses[self.baseline] = self.losses.pop(BASELINE)
-        self.alone = TimedSteps()
-        self.timed = {name: TimedSteps() for name in self.variants}
-
-    def predictions(self, link: MeasuredLink, *, round_trip_seconds: float | None = None) -> list[Prediction]:
-        """Return a prediction for each algorithm, the mean of what all processes predict. Collective."""
-        members, shards = self.training.members, self.shards
-        network = partial(link.transfer, round_trip_seconds=round_trip_seconds)
-        inside_seconds = link.inside_seconds(self.gradient_bytes)
-        seconds = [
-            quartile + inside_seconds
-            for timed in self.timed.values()
-            for quartile in slowest_of([line.step_seconds(network) for line in timed.timelines], members)
-        ]
-        # All in one message, and alike on all processes, so that all choose alike.
-        means = iter(mean_over_processes(seconds, self.transport))
-        predictions = []
-        for name, timed in self.timed.items():
-            last = timed.timelines[-1]
-            prediction = Prediction(
-                name,
-                code_of(name, "FSDP2" if shards else "DDP"),
-                step_seconds=next(means),
-                low_seconds=next(means),
-                high_seconds=next(means),
-                # All of a replica send over one link.
-                sent_bytes=(shards or 1) * last.wire_bytes(members),
-                memory_bytes=timed.memory_bytes,
-                is_lossy=not self.variants[name].keeps_16_bits,
-                residual_bytes=timed.residual_bytes,
-                loss=self.losses[name],
-                rounds=last.rounds,
-            )
-            predictions.append(prediction)
-        return predictions
-
-    def compute_seconds(self, num_processes: int) -> Quartiles:
-        """Return how long steps take without averaging, and their quartiles. Collective."""
-        seconds = [timeline.seconds for timeline in self.alone.timelines]
-        # Without averaging, too, the slowest process sets the pace. The spread is that of single ones.
-        typical, *_ = slowest_of(seconds, num_processes)
-        _, *quartiles = slowest_of(seconds, 1)
-        compute, low, high = mean_over_processes([typical, *quartiles], self.transport)
-        return compute, low, high
-
-
-class StepBenchmark(PricedSteps):
-    """Steps with one algorithm after the other, each made again for its turn, so that one alone takes memory.
-
-    In several rounds, in one direction and then in the other, so that a busy machine slows all of them.
-    """
-
-    def __init__(
-        self,
-        subject: DDPSubject | ShardedSubject,
-        one_step: OneStep,
-        stopwatch: Stopwatch,
-        training: Training,
-        transport: Transport,
-    ) -> None:
-        trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-        gradient_bytes = sum(parameter.nbytes for parameter in trained)
-        super().__init__(training, transport, gradient_bytes, subject.shards)
+    def __init__(self, subject: DDPSubject | ShardedSubject, one_step: OneStep, stopwatch: Stopwatch) -> None:
         self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
 
-    def run(self, budget_seconds: float, progress: Callable[[str], None]) -> None:
-        """Make as many rounds as the time allows, equally many on all processes."""
-        turns: list[tuple[TimedSteps, Algorithm | None]] = [(self.alone, None)]
-        turns += [(timed, self.variants[name].algorithm) for name, timed in self.timed.items()]
+    def run(self, priced: PricedSteps, budget_seconds: float, progress: Callable[[str], None]) -> None:
+        """Make as many rounds as the time allows, equally many on all processes.
+
+        In one direction and then in the other, so that a busy machine slows all algorithms.
+        """
+        turns: list[tuple[TimedSteps, Algorithm | None]] = [(priced.alone, None)]
+        turns += [(timed, priced.variants[name].algorithm) for name, timed in priced.timed.items()]
         start, num_rounds, pace, done = time.perf_counter(), MIN_ROUNDS, "", 0
         while done < num_rounds:
             progress(f"round {done + 1} of {num_rounds}, some steps with every algorithm{pace}")
@@ -166,7 +82,7 @@ class StepBenchmark(PricedSteps):
             if done == MIN_ROUNDS:
                 # The mean over all processes: a module that communicates must run equally often everywhere.
                 seconds = (time.perf_counter() - start) / done
-                (round_seconds,) = mean_over_processes([seconds], self.transport)
+                (round_seconds,) = mean_over_processes([seconds], priced.transport)
                 # The budget bends if steps are long: fewer would tell nothing.
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 pace = f", {round_seconds:.1f} s each"
@@ -189,20 +105,3 @@ class StepBenchmark(PricedSteps):
             raise ConfigError(f"one_step(model) must run {needs}")
         timed.timelines += timelines[UNTIMED_STEPS:]
         model.zero_grad(set_to_none=True)
-
-
-def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:
-    """Return median and quartiles of the slowest of as many steps as there are processes."""
-    # All of k independent steps are below a time with the k-th power of the chance that one is.
-    ordered = sorted(seconds)
-
-    def below(share: float) -> float:
-        return ordered[math.ceil(len(ordered) * math.pow(share, 1 / processes)) - 1]
-
-    return below(0.5), below(0.25), below(0.75)
-
-
-def mean_over_processes(numbers: Sequence[float], transport: Transport) -> list[float]:
-    """Return the mean of each number over all processes. Collective."""
-    everyone = gather_numbers(numbers, transport, "advise: what the processes have measured")
-    return [fmean(column) for column in zip(*everyone, strict=True)]

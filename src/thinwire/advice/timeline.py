@@ -34,7 +34,6 @@ class Timeline(NamedTuple):
     seconds: float
 
     def wire_bytes(self, members: int) -> int:
-        """Return the bytes that leave, and reach, each of this many members."""
         return sum(wire_bytes(message.collective, message.handed_bytes, members) for message in self.sent)
 
     def step_seconds(self, network: Network) -> float:
@@ -63,7 +62,7 @@ class Timeline(NamedTuple):
         return longest
 
     def _in_order(self) -> list[tuple[float, bool, int]]:
-        """Return when which message was sent, and when it was waited for: at equal times first sent."""
+        # At equal times first sent.
         sends = [(message.at_seconds, False, index) for index, message in enumerate(self.sent)]
         waits = [(message.waited_seconds, True, index) for index, message in enumerate(self.sent)]
         return sorted(sends + waits)
@@ -85,7 +84,6 @@ class Stopwatch:
         self._start: Any = 0.0
 
     def start(self) -> None:
-        """Begin a step; forget the messages of the last one."""
         self.transport.notes.clear()
         self._start = self._mark()
 

@@ -41,7 +41,6 @@ class AllReduce(_Uncompressed):
     """
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """All travels uncompressed."""
         return UncompressedPlan.of(specs, wire_dtype=None)
 
 
@@ -61,7 +60,6 @@ class UncompressedPlan(BucketPlan):
         return cls(tuple(specs), tuple(routes), wire_dtype)
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        """One round, of the flat gradient."""
         yield from average_uncompressed(self.names, bucket, memory, self.wire_dtype)
 
 
@@ -104,7 +102,7 @@ _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
 
 
 def short_name_of(given: object) -> Literal["fp16", "bf16"]:
-    """Return the short name of a 16-bit type, given by that name or by one of torch's."""
+    """Return the short name of a 16-bit type."""
     if not isinstance(given, str | torch.dtype) or given not in _SHORT_NAMES:
         raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {given!r}')
     return _SHORT_NAMES[given]
@@ -142,5 +140,4 @@ class Cast(_Uncompressed):
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """All travels uncompressed, in 16 bits."""
         return UncompressedPlan.of(specs, wire_dtype_of(self.dtype))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -15,9 +15,8 @@ from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels import dispatch
-from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
-from thinwire.kernels.dispatch import all_finite
+from thinwire.kernels.base import MeanArgs, ResidualArgs
+from thinwire.kernels.dispatch import all_finite, code_kernels_for
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -113,13 +112,10 @@ class Quantize(Algorithm):
         return self.block
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """All parameters travel in whole blocks.
-
-        The largest one's route bears what fills up the members' shares.
-        """
         numels = [spec.numel for spec in specs]
         blocks = Blocks(tuple(numels), self.block, num_members)
-        # Every member averages as many blocks, so the last ones may be empty; they travel all the same.
+        # Every member averages as many blocks, so the last ones may be empty; they travel all the same, and
+        # the largest parameter's route bears them.
         counts = list(blocks.counts)
         counts[numels.index(max(numels))] += blocks.share * num_members - blocks.total
         routes = [
@@ -142,13 +138,6 @@ class QuantizePlan(BucketPlan):
 
     config: Quantize
     blocks: Blocks
-    # The kernels of the last step, and what has chosen them.
-    _kernels: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The type that is computed in, and that residuals have."""
-        return self.specs[0].memory_dtype
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Average in few bits, in two rounds; in one, exactly, if there is a residual that no one will add.
@@ -170,7 +159,7 @@ class QuantizePlan(BucketPlan):
         values = bucket.flat
         if keeps_residual:
             # In 16 bits the sum would lose it: it is often below a gradient's last bit.
-            values = values.to(self.dtype)
+            values = values.to(self.specs[0].memory_dtype)
             parts, errors = parts_with_residual(bucket, memory, values)
             if errors:
                 torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
@@ -178,7 +167,7 @@ class QuantizePlan(BucketPlan):
         # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
         # twice (by its member, and as a mean), and the sum is of full precision.
         codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
-        kernels = self._code_kernels(values)
+        kernels = code_kernels_for(values)
         # The mean's random bits are seeded by parameter and place, not by member: all draw the same for a
         # block.
         of_values: RandomBits | None = None
@@ -190,7 +179,8 @@ class QuantizePlan(BucketPlan):
 
         lost = values.new_empty(share.stop - share.start, blocks.block) if keeps_residual else None
         of_share = None if of_mean is None else of_mean.of(share)
-        mean = kernels.averaged(MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype))
+        dtype = self.specs[0].memory_dtype
+        mean = kernels.averaged(MeanArgs(received, blocks, share, codebook, of_share, lost, dtype))
         coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
@@ -202,26 +192,14 @@ class QuantizePlan(BucketPlan):
             residual = kernels.decode_and_keep(args)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
-    def _code_kernels(self, values: torch.Tensor) -> CodeKernels:
-        served = dispatch.backends, values.device, torch.get_num_threads()
-        if self._kernels.get("served") != served:
-            self._kernels.update(served=served, kernels=dispatch.code_kernels_for(values))
-        kernels: CodeKernels = self._kernels["kernels"]
-        return kernels
-
     def squared_norm(self, sent: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the sum of squares of the means that a member has coded, as all will decode them.
-
-        Args:
-            sent: What it gathers with the others (second round), uint8.
-            rank: The member's.
-        """
+        """Return the sum of squares of the means that a member gathers (second round), as all decode them."""
         # All others' blocks have scale 0, which makes any code a zero.
         alone = sent.new_zeros(self.blocks.num_members, len(sent))
         alone[rank] = sent
-        decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)
+        decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.specs[0].memory_dtype)
         coded = Coded.arrived(alone, self.blocks.share)
-        self._code_kernels(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
+        code_kernels_for(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
         norm: torch.Tensor = torch.linalg.vector_norm(decoded, dtype=torch.float64)
         return norm.square()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from thinwire.algorithms.base import Algorithm, Slot
 from thinwire.algorithms.exact import AllReduce, Cast
@@ -65,124 +65,12 @@ class Registered:
         return (*(variant for variant in self.variants if variant.is_priced), *self.priced_too)
 
     def made(self, **offered: object) -> Algorithm:
-        """Make it, with those of some settings that it has.
-
-        Examples:
-            >>> [str(each.made(matrix_rank=3)) for each in REGISTRY if each.name in ("exact", "powersgd")]
-            ['AllReduce()', 'PowerSGD(matrix_rank=3)']
-        """
+        """Make it, with those of some settings that it has."""
         names = vars(self.make())
         return self.make(**{name: value for name, value in offered.items() if name in names})
 
 
-REGISTRY: tuple[Registered, ...] = (
-    Registered(
-        "exact",
-        AllReduce,
-        (Variant("AllReduce()", AllReduce(), is_checked=True, is_priced=True, keeps_16_bits=True),),
-        is_lossy=False,
-    ),
-    Registered(
-        "fp16",
-        lambda: Cast("fp16"),
-        (Variant('Cast("fp16")', Cast("fp16"), 3e-3, is_checked=True, keeps_16_bits=True),),
-    ),
-    Registered(
-        "bf16",
-        lambda: Cast("bf16"),
-        (Variant('Cast("bf16")', Cast("bf16"), 2e-2, is_checked=True, is_priced=True, keeps_16_bits=True),),
-    ),
-    Registered(
-        "quantize",
-        Quantize,
-        (
-            Variant(
-                "Quantize(bits=8)",
-                Quantize(bits=8),
-                3e-2,
-                is_checked=True,
-                is_priced=True,
-                loses_more_than="Cast(dtype='bf16')",
-                loses_less_than="Quantize(bits=4)",
-            ),
-            Variant(
-                "Quantize(bits=6)",
-                Quantize(bits=6),
-                0.1,
-                is_checked=True,
-                is_priced=True,
-                loses_more_than="Quantize(bits=8)",
-                loses_less_than="Quantize(bits=4)",
-            ),
-            Variant("Quantize(bits=4)", Quantize(bits=4), 0.3, is_checked=True, is_priced=True),
-            Variant("Quantize(bits=2)", Quantize(bits=2), 0.7, is_checked=True, is_priced=True),
-        ),
-    ),
-    Registered(
-        "powersgd",
-        PowerSGD,
-        (
-            Variant("PowerSGD(matrix_rank=1)", PowerSGD(matrix_rank=1), is_priced=True),
-            Variant("PowerSGD(matrix_rank=2)", PowerSGD(matrix_rank=2), is_checked=True, is_priced=True),
-            Variant("PowerSGD(matrix_rank=4)", PowerSGD(matrix_rank=4), is_priced=True),
-            Variant(
-                "PowerSGD(matrix_rank=8)",
-                PowerSGD(matrix_rank=8),
-                is_priced=True,
-                loses_more_than="PowerSGD(matrix_rank=16)",
-                loses_less_than="PowerSGD(matrix_rank=4)",
-            ),
-            Variant(
-                "PowerSGD(matrix_rank=4, alternating=True)",
-                PowerSGD(matrix_rank=4, alternating=True),
-                is_priced=True,
-                loses_more_than="PowerSGD(matrix_rank=8, alternating=True)",
-            ),
-            Variant(
-                "PowerSGD(matrix_rank=2, alternating=True)",
-                PowerSGD(matrix_rank=2, alternating=True),
-                is_checked=True,
-            ),
-            Variant(
-                'PowerSGD(matrix_rank=2, wire_dtype="bf16")',
-                PowerSGD(matrix_rank=2, wire_dtype="bf16"),
-                tolerance=2e-2,
-                is_checked=True,
-            ),
-        ),
-        priced_too=(Variant("PowerSGD(matrix_rank=16)", PowerSGD(matrix_rank=16)),),
-    ),
-    Registered(
-        "batched-powersgd",
-        BatchedPowerSGD,
-        (Variant("BatchedPowerSGD(matrix_rank=1)", BatchedPowerSGD(), is_checked=True),),
-    ),
-    Registered(
-        "topk",
-        TopK,
-        # Only with these settings is nothing forgotten, which is what is checked.
-        (
-            Variant(
-                'TopK(error_decay=1, merge="members")',
-                TopK(error_decay=1, merge="members"),
-                is_checked=True,
-            ),
-        ),
-        priced_too=(Variant("TopK(density=1 / 32)", TopK(density=1 / 32)),),
-    ),
-)
-
-# Whichever algorithm saved it, a state's slots are known by name.
-SLOTS: Mapping[str, Slot] = MappingProxyType(
-    {slot.name: slot for entry in REGISTRY for slot in entry.kind.slots}
-)
-
-
-def no_algorithm(given: object) -> str:
-    """Return how an error shows what is not an algorithm."""
-    if isinstance(given, type) and issubclass(given, Algorithm):
-        return f"the class; write {given.__name__}()"
-    return shown(given)
+KINDS: tuple[type[Algorithm], ...] = (AllReduce, Cast, Quantize, PowerSGD, BatchedPowerSGD, TopK)
 
 
 def parsed(text: str) -> Algorithm | dict[str, Any]:
@@ -196,7 +84,7 @@ def parsed(text: str) -> Algorithm | dict[str, Any]:
     """
     if bits := re.fullmatch(r"\s*(\d+) ?bits?\s*", text):
         return Quantize(bits=int(bits[1]))
-    kinds = {entry.kind.__name__: entry.kind for entry in REGISTRY}
+    kinds = {kind.__name__: kind for kind in KINDS}
     expected = "expected '4 bits', 'auto()', or one as in Python, such as 'Quantize(bits=4)'"
     try:
         call = ast.parse(text.strip().removeprefix("thinwire."), mode="eval").body
@@ -221,3 +109,94 @@ def parsed(text: str) -> Algorithm | dict[str, Any]:
     except TypeError as error:
         fields = ", ".join(field.name for field in dataclasses.fields(kinds[name]))  # type: ignore[arg-type]
         raise ConfigError(f"{text!r} does not fit {name}, which has the settings {fields}") from error
+
+
+def _tried(code: str, **facts: Any) -> Variant:
+    return Variant(code, cast("Algorithm", parsed(code)), **facts)
+
+
+REGISTRY: tuple[Registered, ...] = (
+    Registered(
+        "exact",
+        AllReduce,
+        (_tried("AllReduce()", is_checked=True, is_priced=True, keeps_16_bits=True),),
+        is_lossy=False,
+    ),
+    Registered(
+        "fp16",
+        lambda: Cast("fp16"),
+        (_tried('Cast("fp16")', tolerance=3e-3, is_checked=True, keeps_16_bits=True),),
+    ),
+    Registered(
+        "bf16",
+        lambda: Cast("bf16"),
+        (_tried('Cast("bf16")', tolerance=2e-2, is_checked=True, is_priced=True, keeps_16_bits=True),),
+    ),
+    Registered(
+        "quantize",
+        Quantize,
+        (
+            _tried(
+                "Quantize(bits=8)",
+                tolerance=3e-2,
+                is_checked=True,
+                is_priced=True,
+                loses_more_than="Cast(dtype='bf16')",
+                loses_less_than="Quantize(bits=4)",
+            ),
+            _tried(
+                "Quantize(bits=6)",
+                tolerance=0.1,
+                is_checked=True,
+                is_priced=True,
+                loses_more_than="Quantize(bits=8)",
+                loses_less_than="Quantize(bits=4)",
+            ),
+            _tried("Quantize(bits=4)", tolerance=0.3, is_checked=True, is_priced=True),
+            _tried("Quantize(bits=2)", tolerance=0.7, is_checked=True, is_priced=True),
+        ),
+    ),
+    Registered(
+        "powersgd",
+        PowerSGD,
+        (
+            _tried("PowerSGD(matrix_rank=1)", is_priced=True),
+            _tried("PowerSGD(matrix_rank=2)", is_checked=True, is_priced=True),
+            _tried("PowerSGD(matrix_rank=4)", is_priced=True),
+            _tried(
+                "PowerSGD(matrix_rank=8)",
+                is_priced=True,
+                loses_more_than="PowerSGD(matrix_rank=16)",
+                loses_less_than="PowerSGD(matrix_rank=4)",
+            ),
+            _tried(
+                "PowerSGD(matrix_rank=4, alternating=True)",
+                is_priced=True,
+                loses_more_than="PowerSGD(matrix_rank=8, alternating=True)",
+            ),
+            _tried("PowerSGD(matrix_rank=2, alternating=True)", is_checked=True),
+            _tried('PowerSGD(matrix_rank=2, wire_dtype="bf16")', tolerance=2e-2, is_checked=True),
+        ),
+        priced_too=(_tried("PowerSGD(matrix_rank=16)"),),
+    ),
+    Registered(
+        "batched-powersgd", BatchedPowerSGD, (_tried("BatchedPowerSGD(matrix_rank=1)", is_checked=True),)
+    ),
+    Registered(
+        "topk",
+        TopK,
+        # Only with these settings is nothing forgotten, which is what is checked.
+        (_tried('TopK(error_decay=1, merge="members")', is_checked=True),),
+        priced_too=(Variant("TopK(density=1 / 32)", TopK(density=1 / 32)),),
+    ),
+)
+
+# Whichever algorithm saved it, a state's slots are known by name.
+SLOTS: Mapping[str, Slot] = MappingProxyType({slot.name: slot for kind in KINDS for slot in kind.slots})
+
+
+def no_algorithm(given: object) -> str:
+    """Return how an error shows what is not an algorithm."""
+    if isinstance(given, type) and issubclass(given, Algorithm):
+        return f"the class; write {given.__name__}()"
+    return shown(given)

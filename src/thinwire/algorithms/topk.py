@@ -110,7 +110,6 @@ class TopK(Algorithm):
         return self.chunk
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """Send the largest entries of every parameter, in one message for the bucket."""
         layout = EntryLayout(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
         routes = [
             Route(
@@ -182,7 +181,6 @@ class TopKPlan(BucketPlan):
         return concat_view([known[name] for name in self.names])
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
-        """Return how much of gradient and residual was not sent. Cost: one norm for each parameter."""
         known = memory[ERROR].keys() & memory[REDUCTION].keys()
         names = [spec.name for spec in self.specs if spec.numel and spec.name in known]
         if not names:

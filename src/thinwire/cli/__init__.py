@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,10 +24,9 @@ def main() -> None:
 
     So is output that can't be written; if no one reads it, the command ends as if by SIGPIPE.
     """
-    debug: list[bool] = []
     try:
         try:
-            build_app(debug.append)()
+            build_app()()
         finally:
             # In any case: typer ends most commands by SystemExit.
             _write_what_is_left()
@@ -42,7 +40,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(128 + 13)
     except (ThinwireError, OSError) as error:
-        if any(debug):
+        if sys.argv[1:2] == ["--debug"]:  # an option of the command as a whole
             raise
         _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
@@ -50,8 +48,8 @@ def main() -> None:
         sys.exit(130)
 
 
-def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
-    """Return the command with its subcommands; `note_debug` is told whether --debug was given."""
+def build_app() -> typer.Typer:
+    """Return the command with its subcommands."""
     # Here and not above, so that `main` can say which package is missing.
     import typer  # noqa: PLC0415
 
@@ -61,14 +59,13 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
     @app.callback(invoke_without_command=True)
     def describe(
         *,
-        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),  # `main` looks
         version: bool = typer.Option(False, "--version", help="Print the version."),
     ) -> None:
         """Thinwire trains PyTorch models data-parallel over slow networks: small messages, same model.
 
         Example: `thinwire demo`
         """
-        note_debug(debug)
         if version:
             typer.echo(f"thinwire {__version__}")
             raise typer.Exit

@@ -22,39 +22,22 @@ COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
 
 def advise(  # noqa: PLR0913 - one for each fact of a run
     *,
-    parameters: str = typer.Option(
-        metavar="NUMBER", help="The number of the model's parameters, such as 350M."
-    ),
-    compute: str = typer.Option(
-        metavar="TIME", help="The time of a forward and backward pass, such as 0.8s."
-    ),
-    rate: str | None = typer.Option(
-        None, metavar="RATE", help="The rate of each machine's link, such as 1gbit."
-    ),
+    parameters: str = typer.Option(metavar="NUMBER", help="The model's parameters, such as 350M."),
+    compute: str = typer.Option(metavar="TIME", help="A forward and backward pass, such as 0.8s."),
+    rate: str | None = typer.Option(None, metavar="RATE", help="Each machine's link, such as 1gbit."),
     latency: str | None = typer.Option(
-        None,
-        metavar="TIME",
-        help="The time of a round trip between two machines, with --rate.",
-        show_default="0.2ms",
+        None, metavar="TIME", help="A round trip between machines, with --rate.", show_default="0.2ms"
     ),
-    machines: int | None = typer.Option(None, help="The number of machines, with --rate.", show_default="2"),
-    gpus: int | None = typer.Option(
-        None, help="The number of GPUs in each machine, with --rate.", show_default="1"
-    ),
+    machines: int | None = typer.Option(None, help="How many, with --rate.", show_default="2"),
+    gpus: int | None = typer.Option(None, help="In each machine, with --rate.", show_default="1"),
     probe: Path | None = typer.Option(
         None, metavar="FILE", help="The link, as `thinwire probe --save` wrote it, instead of --rate."
     ),
-    optimizer: str | None = typer.Option(
-        None, help="The optimizer, such as AdamW.", show_default="the one that loses most"
-    ),
+    optimizer: str | None = typer.Option(None, help="Such as AdamW.", show_default="the one that loses most"),
     steps: int | None = typer.Option(
-        None,
-        help="The steps of the whole run: few bits lose more in short ones.",
-        show_default="as few as were measured",
+        None, help="The whole run's: few bits lose more in short ones.", show_default="the fewest measured"
     ),
-    budget_loss: str = typer.Option(
-        "1%", metavar="SHARE", help="The most loss that you accept, such as 0.5%, or any."
-    ),
+    budget_loss: str = typer.Option("1%", metavar="SHARE", help="The most to accept, such as 0.5%, or any."),
     as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
 ) -> None:
     """Predict how long a step takes with each algorithm, what it may lose, and print the line to add.
@@ -73,30 +56,27 @@ def advise(  # noqa: PLR0913 - one for each fact of a run
     known = "--compute, a forward and a backward pass, is like 0.8s or 300ms, up to 3600s"
     compute_seconds = number_with_unit(compute.lower(), SECONDS, 0, 3600, known)
     budget = _share(budget_loss)
+    stated = {"--rate": rate, "--latency": latency, "--machines": machines, "--gpus": gpus}
     if probe is not None:
-        link = {"--rate": rate, "--latency": latency, "--machines": machines, "--gpus": gpus}
-        for name, value in link.items():
-            if value is not None:
-                raise ConfigError(f"{name} is what --probe has measured; leave one of them out")
-        stated = MeasuredLink.of(Probe.load(probe))
+        for name in (name for name, value in stated.items() if value is not None):
+            raise ConfigError(f"{name} is what --probe has measured; leave one of them out")
+        link = MeasuredLink.of(Probe.load(probe))
     else:
         spec = LinkSpec(rate, (latency or "0.2ms").lower())
         if spec.bits_per_second is None:
             raise ConfigError("advise needs the link: --rate, such as 1gbit, or --probe, a file")
-        round_trip_seconds = 2 * spec.delays.seconds  # a delay is one way
         sizes = 2 if machines is None else machines, 1 if gpus is None else gpus
-        stated = MeasuredLink.of_rate(spec.bits_per_second, round_trip_seconds, *sizes)
-    advice = advise_by_size(
-        round(count), compute_seconds, stated, budget_loss=budget, optimizer=optimizer, total_steps=steps
-    )
+        # A delay is one way.
+        link = MeasuredLink.of_rate(spec.bits_per_second, 2 * spec.delays.seconds, *sizes)
+    options = {"budget_loss": budget, "optimizer": optimizer, "total_steps": steps}
+    advice = advise_by_size(round(count), compute_seconds, link, **options)  # type: ignore[arg-type]
     print(_as_json(advice) if as_json else advice)
 
 
 def _share(text: str) -> float:
-    """Return the share that "0.5%" or "0.005" means; infinity for "any"."""
-    if text == "any":
-        return math.inf
     try:
+        if text == "any":
+            return math.inf
         return checked_budget(float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
     except (ConfigError, ValueError) as error:
         most = f"from 0 to {MAX_BUDGET_LOSS:.0%}, such as 0.5%, or any"
@@ -104,14 +84,8 @@ def _share(text: str) -> float:
 
 
 def _as_json(advice: Advice) -> str:
-    plain = asdict(advice) | {
-        "best": asdict(advice.best),
-        "tied": list(map(asdict, advice.tied)),
-        "compress": advice.compress,
-        "nothing_to_win": advice.nothing_to_win,
-        # JSON has no infinity.
-        "budget_loss": None if math.isinf(advice.budget_loss) else advice.budget_loss,
-        "headline": advice.headline,
-        "lines": advice.lines,
-    }
-    return json.dumps(plain)
+    told = {name: getattr(advice, name) for name in ("compress", "nothing_to_win", "headline", "lines")}
+    told |= {"best": asdict(advice.best), "tied": list(map(asdict, advice.tied))}
+    # JSON has no infinity.
+    told |= {"budget_loss": None if math.isinf(advice.budget_loss) else advice.budget_loss}
+    return json.dumps(asdict(advice) | told)

@@ -16,25 +16,17 @@ from thinwire.preload.settings import Options
 
 def attach(
     command: list[str] = typer.Argument(
-        default_factory=list,
-        metavar="-- COMMAND…",
-        help="Any training command, unchanged.",
-        show_default=False,
+        default_factory=list, metavar="-- COMMAND…", help="Any training command.", show_default=False
     ),
     *,
     bits: int | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
     algorithm: str | None = typer.Option(
-        None, metavar="TEXT", help='As in Python, such as "PowerSGD(matrix_rank=4)".', show_default=False
+        None, metavar="TEXT", help='As in Python, such as "PowerSGD(matrix_rank=4)".'
     ),
     auto: bool = typer.Option(False, "--auto", help="Let the run's first steps choose the algorithm."),
-    watch: Path | None = typer.Option(
-        None, metavar="FILE", help="Record each step, for `thinwire report`.", show_default=False
-    ),
+    watch: Path | None = typer.Option(None, metavar="FILE", help="Record steps, for `thinwire report`."),
     checkpoint: Path | None = typer.Option(
-        None,
-        metavar="DIR",
-        help="Keep what the algorithm remembers here: read at the start, written at the end and on SIGTERM.",
-        show_default=False,
+        None, metavar="DIR", help="Read the algorithm's memory here, and write it at the end and on SIGTERM."
     ),
     strict: bool = typer.Option(False, "--strict", help="End the training if a model can't be attached."),
 ) -> None:
@@ -67,9 +59,8 @@ def attach(
             if needed is not None:
                 needed.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"{option}: {needed} can't be made ({error.strerror}); nothing was started"
-            ) from error
+            why = f"{needed} can't be made ({error.strerror})"
+            raise ConfigError(f"{option}: {why}; nothing was started") from error
     environment = os.environ | options.environment()
     _check_installed(program, environment)
     os.execve(program, command, environment)

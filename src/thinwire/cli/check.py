@@ -17,7 +17,7 @@ from thinwire.comm import gather_numbers
 from thinwire.errors import ConfigError
 from thinwire.kernels.triton import limits
 from thinwire.selfcheck.checks import CHECKS, CheckContext
-from thinwire.selfcheck.device import Row, gpt2_small, measure
+from thinwire.selfcheck.device import COST_WITHOUT_TRITON, Row, gpt2_small, measure
 from thinwire.version import __version__
 
 # A collective that some process does not make ends the check.
@@ -53,7 +53,8 @@ def check(
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--device cuda finds no GPU: {_why_no_gpu()}; the CPU serves, --device cpu measures it"
+            f"--device cuda finds no GPU: {_why_no_gpu()}; the CPU serves, which takes many times as long: "
+            "--device cpu measures it"
         )
     if device is not None and "RANK" not in os.environ:
         processes = processes or 1  # who asks about a device need not have a job
@@ -64,9 +65,8 @@ def check(
             instead = "leave out --backend gloo" if device == "cuda" else "give --backend gloo"
             raise ConfigError(f"the job's device is {job_device.type}, got --device {device}; {instead}")
         is_well = _print_all(CheckContext(job_device), as_json=as_json, with_device=device is not None)
-        prints = dist.get_rank() == 0
-    if prints:
-        tell_without_numba()
+        if dist.get_rank() == 0:
+            tell_without_numba()
     if not is_well:
         raise typer.Exit(1)
 
@@ -108,14 +108,12 @@ def _why_no_gpu() -> str:
 
 
 def _served_by(device: torch.device) -> str:
-    """Return a device's name, versions, and why slower kernels than Triton's serve it, if they do."""
+    """Return a device's name and versions; and why slower kernels than Triton's serve it, if they do."""
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
-    served = (
-        f"{name}: thinwire {__version__}, torch {torch.__version__}, Triton {limits.installed() or 'none'}"
-    )
+    versions = f"thinwire {__version__}, torch {torch.__version__}, Triton {limits.installed() or 'none'}"
     why = limits.why_not(device) if is_cuda else ""
-    return f"{served}; {why}: PyTorch's kernels serve, in several times as many launches" if why else served
+    return f"{name}: {versions}" + (f"; {why}: PyTorch's kernels serve, {COST_WITHOUT_TRITON}" if why else "")
 
 
 def _tables(page: dict[str, list[Row]]) -> str:
@@ -152,4 +150,4 @@ def _failures(context: CheckContext, console: Console) -> dict[str, int]:
             fails.append(float(bool(context.findings)))
     # A check may fail on some processes only; all end with the same exit code.
     everyone = gather_numbers(fails, context.transport, "the outcomes")
-    return dict(zip(CHECKS, (round(sum(column)) for column in zip(*everyone, strict=True)), strict=True))
+    return {name: round(sum(column)) for name, *column in zip(CHECKS, *everyone, strict=True)}

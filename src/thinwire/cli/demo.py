@@ -28,23 +28,16 @@ def demo(
     processes: int = typer.Option(DemoOptions.processes, help="Training processes on this machine."),
     steps: int = typer.Option(DemoOptions.steps, help="Training steps of each algorithm."),
     algorithm: list[str] | None = typer.Option(
-        None,
-        metavar="NAME",
-        help=f"One of {NAMES}; repeat the option to compare.",
-        show_default=USUAL_NAMES,
+        None, metavar="NAME", help=f"One of {NAMES}; may be repeated.", show_default=USUAL_NAMES
     ),
     matrix_rank: int = typer.Option(
         DemoOptions.matrix_rank, help="Matrix rank of PowerSGD: a higher one sends more bytes, more exactly."
     ),
     model_size: str = typer.Option(
-        DemoOptions.model_size,
-        metavar="NAME",
-        help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
+        DemoOptions.model_size, help="One of tiny, small and, of 10.9 M parameters, 5 times slower, medium."
     ),
     seed: int = typer.Option(DemoOptions.seed, help="Seed of the initial model and the batches."),
-    output: Path = typer.Option(
-        DemoOptions.output, help="Folder for the records, one line of JSON for each step, and the log."
-    ),
+    output: Path = typer.Option(DemoOptions.output, help="Folder for the records of steps, and the log."),
 ) -> None:
     """Train a small GPT on Python's own standard library, once per algorithm, and compare them.
 

@@ -20,18 +20,12 @@ def lab(
     *,
     machines: int = typer.Option(2, help="The number of machines."),
     rate: str | None = typer.Option(
-        None, metavar="RATE", help="Rate of each slow link, such as 100mbit.", show_default="as fast as here"
+        None, metavar="RATE", help="Each slow link's, such as 100mbit.", show_default="as fast as here"
     ),
     processes_per_machine: int = typer.Option(1, help="Processes of each machine: they share its slow link."),
-    latency: str = typer.Option(
-        "0ms", metavar="TIME", help="A round trip between two machines, such as 20ms."
-    ),
-    jitter: str = typer.Option(
-        "0ms", metavar="TIME", help="How much longer or shorter a round trip may be, such as 2ms."
-    ),
-    loss: str = typer.Option(
-        "0%", metavar="SHARE", help="Share of packets that are lost, each way, such as 0.1%."
-    ),
+    latency: str = typer.Option("0ms", metavar="TIME", help="A round trip of two machines, such as 20ms."),
+    jitter: str = typer.Option("0ms", metavar="TIME", help="How much longer or shorter it is, such as 2ms."),
+    loss: str = typer.Option("0%", metavar="SHARE", help="Packets that are lost, each way, such as 0.1%."),
     slow_machine: list[str] | None = typer.Option(
         None, metavar="M:RATE", help="The rate of machine M (from 0), such as 2:10mbit; may be repeated."
     ),
@@ -39,9 +33,7 @@ def lab(
         30.0, help="After one process has failed, how long the others may go on before they are asked to end."
     ),
     report: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="Write the exit code, the seconds of each process and the bytes of each machine, as JSON.",
+        None, metavar="FILE", help="Write exit code, seconds by process and bytes by machine there, as JSON."
     ),
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.

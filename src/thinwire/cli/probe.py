@@ -70,13 +70,12 @@ def probe(
 
 
 def _counts(streams: str | None) -> list[int]:
-    """Return the numbers of connections to compare; one is always among them."""
     parts = [] if streams is None else streams.split(",")
     if not all(part.isdecimal() and 0 < int(part) <= MAX_STREAMS for part in parts):
         raise ConfigError(
             f"--streams must be numbers from 1 to {MAX_STREAMS}, such as 1,4,8; got {streams!r}"
         )
-    return sorted({1, *map(int, parts)}) if parts else []
+    return sorted({1, *map(int, parts)}) if parts else []  # one connection is always compared
 
 
 def describe_streams(rates: Mapping[int, float]) -> str:
@@ -97,16 +96,16 @@ def show(probed: Probe, console: Console) -> None:
     console.print(_table(probed))
     rate = probed.bytes_per_second
     lines = {
-        "latency": f"{1e3 * probed.latency_seconds:.3f} ms per averaging of {probed.world_size} processes",
-        "bandwidth": "not known: a larger --budget-seconds sends larger messages"
-        if rate is None
-        else f"{8e-6 * rate:,.0f} Mbit/s each process sends",
+        "latency": f"{1e3 * probed.latency_seconds:.3f} ms per averaging of {probed.world_size} processes"
     }
+    lines["bandwidth"] = "not known: a larger --budget-seconds sends larger messages"
+    if rate is not None:
+        lines["bandwidth"] = f"{8e-6 * rate:,.0f} Mbit/s each process sends"
     for kind, factor in probed.wire_factors.items():
         # Less may be other work of the machine.
         if factor > SHOWN_FACTOR:
-            slower = f"takes {factor:.1f} times as long as averaging, for as many bytes on the wire"
-            lines[kind.replace("_", "-")] = slower
+            slower = f"{factor:.1f} times as long as averaging, for as many bytes on the wire"
+            lines[kind.replace("_", "-")] = f"takes {slower}"
     if probed.doubt:
         lines["doubtful"] = probed.doubt
     if len(probed.nodes) > 1:

@@ -17,37 +17,26 @@ from thinwire.local_sgd.groups.torchft_group import ASKED
 
 def run(
     script: Path = typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic."),
-    arguments: list[str] | None = typer.Argument(
-        None, metavar="ARGUMENTS…", help="Arguments of the script.", show_default=False
-    ),
+    arguments: list[str] | None = typer.Argument(None, metavar="ARGUMENTS…", help="Of the script."),
     *,
     minimum: int = typer.Option(
         1, "--min", metavar="N", help="Members that an averaging needs, on all machines together."
     ),
     maximum: int | None = typer.Option(
-        None,
-        "--max",
-        metavar="N",
-        help="Members to start on this machine.",
-        show_default="as --min; with --lighthouse, 1",
+        None, "--max", metavar="N", help="Members to start.", show_default="as --min; with --lighthouse, 1"
     ),
     processes_per_member: int = typer.Option(
         1, metavar="N", help="Processes of each member, which train one DDP or FSDP2 model together."
     ),
     lighthouse: str | None = typer.Option(
-        None,
-        metavar="URL",
-        help="The URL of a lighthouse that is running, such as http://10.0.0.1:29510.",
-        show_default="start one",
+        None, metavar="URL", help="One that runs, such as http://10.0.0.1:29510.", show_default="start one"
     ),
     host: str | None = typer.Option(
         None,
         help="The address at which members on other machines reach this one.",
         show_default="they can't join; with --lighthouse, this machine's name",
     ),
-    port: int = typer.Option(
-        0, help="Port of the lighthouse that this command starts.", show_default="a free one"
-    ),
+    port: int = typer.Option(0, help="Port of the lighthouse to start.", show_default="a free one"),
     max_restarts: int = typer.Option(3, help="How often a member that dies is restarted."),
     grace_seconds: float = typer.Option(
         30.0,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.agreement import CALL, agree, check_same
+from thinwire.comm.agreement import CALL, agree
 from thinwire.comm.collectives import gather_bytes, gather_numbers
 from thinwire.comm.in_process import InProcessTransport
 from thinwire.comm.process_group import ProcessGroupTransport, made_of
@@ -46,8 +46,6 @@ LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_NODEID"),  # srun
 )
 PURPOSE = "attach(), which processes share a machine"
-MAGIC = 0x6D616368
-NUMBERS_BELOW = 1 << 20  # of processes on a machine, so that two go into one number
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     It raises `AgreementError` if processes disagree on who is where, `ConfigError` if what was given does not
     divide the group.
 
-    Cost: nothing on one machine, or with one process on each; else a gather of 32 bytes, and two new groups,
-    which later calls take again.
+    Cost: nothing on one machine, or with one process on each; else two gathers of 32 bytes, and two new
+    groups, which later calls take again.
     """
     if layout is False:
         return None, ""
@@ -245,12 +243,9 @@ def machines_by_launcher(transport: Transport, ranks: Sequence[int]) -> list[lis
     is_flat = _number("GROUP_WORLD_SIZE") in (1, job_size)
     if transport.size < 3 or here.local_size in (-1, job_size) or is_flat:
         return [list(ranks)]
-    numbers = (here.local_size * NUMBERS_BELOW + here.local_rank + 1, here.machine, here.host)
     everyone = {
-        rank: LocalRank(both // NUMBERS_BELOW, both % NUMBERS_BELOW - 1, machine, host)
-        for rank, (both, machine, host) in zip(
-            ranks, _gather(transport, MAGIC, numbers, PURPOSE), strict=True
-        )
+        rank: LocalRank(*local)
+        for rank, local in zip(ranks, _gather(transport, here, "by the launcher's variables"), strict=True)
     }
     together = defaultdict[tuple[int, int], list[int]](list)
     for rank, local in everyone.items():
@@ -297,13 +292,13 @@ def _filled_in_turn(ranks: Sequence[int], everyone: Mapping[int, LocalRank]) -> 
 def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
     """Say why each process sends by itself, if by host names processes share machines; else "". Collective.
 
-    Cost: a gather of 32 bytes, of four or more processes that no launcher has told of machines.
+    Cost: two gathers of up to 32 bytes, of four or more processes that no launcher has told of machines.
     """
     if transport.size < 4 or LocalRank.here().local_size != -1:
         return ""
     rows: dict[int, list[int]] = {}
-    purpose, own = "attach(), which processes have one host name", _hash_of_host()
-    for rank, (host, *_) in zip(ranks, _gather(transport, MAGIC + 1, (own, 0, 0), purpose), strict=True):
+    own = _hash_of_host()
+    for rank, (host,) in zip(ranks, _gather(transport, [own], "by host names"), strict=True):
         rows.setdefault(host, []).append(rank)
     sizes = set(map(len, rows.values()))
     # Machines of different sizes could not share their messages.
@@ -321,14 +316,7 @@ def _shown(items: Iterable[object]) -> str:
     return ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
 
 
-def _gather(
-    transport: Transport, magic: int, numbers: tuple[int, int, int], purpose: str
-) -> list[tuple[int, ...]]:
-    """Return three numbers of each process; refuse if some are in a different call."""
-    # Four numbers are as long as the digest that `agree` gathers: a process in a different call has sent one,
-    # and asks for words next.
-    everyone = gather_numbers([magic, *numbers], transport, purpose)
-    if any(other[0] != magic for other in everyone):
-        description = json.dumps({CALL: "attach()"}).encode()
-        check_same([json.loads(data) for data in gather_bytes(description, transport, purpose)], purpose)
-    return [tuple(map(int, other[1:])) for other in everyone]
+def _gather(transport: Transport, numbers: Sequence[int], how: str) -> list[list[int]]:
+    """Return the numbers of each process; refuse if some find their machines otherwise."""
+    agree(transport, {CALL: "attach()", "machines": how}, PURPOSE)
+    return [list(map(int, other)) for other in gather_numbers(numbers, transport, PURPOSE)]

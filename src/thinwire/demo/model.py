@@ -115,12 +115,10 @@ class GPT(nn.Module):
         self.config = config
         self.bytes = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context_length, config.width)
-        sizes, options = (
-            (config.width, config.heads, 4 * config.width),
-            {"batch_first": True, "norm_first": True},
-        )
+        sizes = config.width, config.heads, 4 * config.width
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(*sizes, dropout=0.0, activation="gelu", **options)
+            nn.TransformerEncoderLayer(*sizes, **options)  # type: ignore[arg-type]
             for _ in range(config.layers)
         )
         self.norm = nn.LayerNorm(config.width)

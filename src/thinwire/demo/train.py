@@ -68,13 +68,11 @@ class DemoOptions:
             self.algorithm(name)  # its settings are refused here
 
     def algorithm(self, name: str) -> Algorithm:
-        """Return the algorithm of a name, with this run's settings."""
         if name not in ALGORITHMS:
             raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
         return ALGORITHMS[name].made(matrix_rank=self.matrix_rank)
 
     def record_path(self, algorithm: str) -> Path:
-        """Return where the steps trained with an algorithm are recorded."""
         return Path(self.output, f"{algorithm}.jsonl")
 
     def command(self) -> list[str]:

@@ -69,8 +69,10 @@ def _numba_serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | N
     return is_served and torch.get_num_threads() == 1
 
 
-@cache
-def _load_triton() -> Tables:
+def _load_triton() -> Tables | None:
+    if why_not := triton_limits.why_unusable():
+        triton_limits.warn_fallback(why_not)
+        return None
     return cast("Tables", import_module("thinwire.kernels.triton.triton_kernels").TABLES)
 
 
@@ -78,12 +80,7 @@ def _load_triton() -> Tables:
 TORCH_TABLES = Tables(LOW_RANK, CODES, ENTRIES)
 
 NUMBA = Backend("Numba", _load_numba, lambda: str(import_module("numba").__version__), _numba_serves)
-TRITON = Backend(
-    "Triton",
-    lambda: _load_triton() if triton_limits.can_be_used() else None,
-    lambda: triton_limits.installed() or "",
-    triton_limits.serves,
-)
+TRITON = Backend("Triton", _load_triton, lambda: triton_limits.installed() or "", triton_limits.serves)
 # Wheels for a CPU and for a GPU are of one version.
 TORCH = Backend("PyTorch", lambda: TORCH_TABLES, lambda: torch.__version__.partition("+")[0])
 

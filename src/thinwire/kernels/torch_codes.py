@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TypeAlias
 
 import torch
 
@@ -32,7 +31,7 @@ def averaged(item: MeanArgs) -> Coded:
     members, num_blocks = len(received.message), own.stop - own.start
     device, block = received.message.device, blocks.block
     all_codes, all_scales = received.codes, received.scales
-    lengths = blocks.lengths(device)[own]
+    lengths = blocks.lengths[device][own]
     levels = levels_of(codebook, dtype, device)
     # In the memory of what is lost, which it is, less what it becomes when it is coded.
     mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
@@ -69,12 +68,13 @@ def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codeb
     return torch.sub(values, rest, out=rest)
 
 
-Decode: TypeAlias = Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-Remainder: TypeAlias = Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor]
-
-
-def rounding(decode: Decode) -> Decode:
-    """Return a decoder into gradients of any type, made of one into fp32 and fp64."""
+def code_kernels(
+    encoded: Callable[[torch.Tensor, Blocks, Codebook, RandomBits | None], Coded],
+    averaged: Callable[[MeanArgs], Coded],
+    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None],
+    remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor],
+) -> CodeKernels:
+    """Return kernels of gradients of any type, made of a decoder and a remainder of fp32 and fp64."""
 
     def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
         wide = torch.promote_types(flat.dtype, torch.float32)
@@ -83,35 +83,24 @@ def rounding(decode: Decode) -> Decode:
         if values is not flat:
             round_into(flat, values, None, None)
 
-    return decode_rounded
-
-
-def keeping(remainder: Remainder, decode: Decode) -> Callable[[ResidualArgs], torch.Tensor]:
-    """Return a function that decodes and keeps a residual, made of those that do either in fp32 and fp64."""
-
     def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
         coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
         rest = remainder(values, sent, blocks, codebook)
-        _add_lost(rest, blocks, lost, own)
+        # Times the members: of the mean over them, what one alone keeps counts by that much less. All
+        # parameters at once: on an accelerator each by itself would be a launch.
+        flat_lost, pieces = (blocks.num_members * lost).view(-1), list(blocks.pieces(own))
+        if pieces:
+            torch._foreach_add_([rest[here] for here, _ in pieces], [flat_lost[there] for _, there in pieces])
         # The mean may overwrite the numbers: no one reads them any more.
         decode(coded, blocks, codebook, values)
         if values is not flat:
             round_into(flat, values, rest, None)
         return rest if loss_scale is None else rest.div_(loss_scale)
 
-    return decode_and_keep
+    return CodeKernels(encoded, averaged, decode_rounded, decode_and_keep)
 
 
-def _add_lost(rest: torch.Tensor, blocks: Blocks, lost: torch.Tensor, own: slice) -> None:
-    # Times the members: of the mean over them, what one alone keeps counts by that much less.
-    flat = (blocks.num_members * lost).view(-1)
-    pieces = list(blocks.pieces(own))
-    # All parameters at once: on an accelerator each by itself would be a launch.
-    if pieces:
-        torch._foreach_add_([rest[here] for here, _ in pieces], [flat[there] for _, there in pieces])
-
-
-CODES = CodeKernels(encoded, averaged, rounding(decode), keeping(remainder, decode))
+CODES = code_kernels(encoded, averaged, decode, remainder)
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -143,7 +132,7 @@ def _encoded(
     dtype = torch.promote_types(rows.dtype, torch.float32)
     codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
     scales = torch.empty(num_blocks, dtype=torch.bfloat16, device=rows.device)
-    levels, lengths = levels_of(codebook, dtype, rows.device), blocks.lengths(rows.device)[own]
+    levels, lengths = levels_of(codebook, dtype, rows.device), blocks.lengths[rows.device][own]
     fits = codebook.statistic == "least squares"
     for some in _cached(rows):
         part = rows[some].to(dtype)
@@ -157,7 +146,9 @@ def _encoded(
             # Codes behind a short block stand for numbers that are not there.
             if not blocks.are_whole:
                 coded.masked_fill_(_behind(lengths[some], block), 0)
-            scale = _fitted(scale, units, coded)
+            # With this the levels of the codes come nearest to the block.
+            factors = (units * coded).sum(1) / coded.square().sum(1)
+            scale = _usable((scale.to(dtype) * factors).bfloat16())
         if draws is not None:
             positions = _drawn(_in_units(part, scale), draws.of(some), levels)
         codes[some], scales[some] = pack(positions, codebook.bits), scale
@@ -196,12 +187,6 @@ def _usable(scales: torch.Tensor) -> torch.Tensor:
 def _in_units(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     wide = scales.to(rows.dtype)
     return rows * torch.where(wide > 0, 1 / wide, 0)[:, None]
-
-
-def _fitted(scales: torch.Tensor, units: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each block with which the levels of its codes come nearest to it, in bf16."""
-    factors = (units * coded).sum(1) / coded.square().sum(1)
-    return _usable((scales.to(units.dtype) * factors).bfloat16())
 
 
 def _behind(lengths: torch.Tensor, block: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ def merge(
         [chunks.count * chunks.kept for chunks in layout.parts]
     )
     sums = [part.view(chunks.count, -1).sum(1) for part, chunks in zip(reduced, layout.parts, strict=True)]
-    less.index_copy_(0, layout.table(less.device)[5], torch.cat(sums))
+    less.index_copy_(0, layout.table[less.device][5], torch.cat(sums))
     wanted[own] = after
     # In fp32 the bucket itself is the residual until it becomes the mean, so it is copied out first. With
     # other types, the residual first takes what is lost by rounding to the gradient's type.
@@ -132,12 +132,12 @@ def chunk_of_entries(layout: EntryLayout, device: torch.device) -> torch.Tensor:
     """Return which chunk each entry is of."""
     chunk = torch.arange(layout.num_chunks, device=device)
     # With its size given: else the host would wait for a device to count.
-    return chunk.repeat_interleave(layout.table(device)[2], output_size=layout.num_entries)
+    return chunk.repeat_interleave(layout.table[device][2], output_size=layout.num_entries)
 
 
 def _first_marks(layout: EntryLayout, chunk: torch.Tensor) -> torch.Tensor:
     """Return each entry's mark if the high bits of its position were zero."""
-    return layout.table(chunk.device)[1, chunk] + torch.arange(layout.num_entries, device=chunk.device)
+    return layout.table[chunk.device][1, chunk] + torch.arange(layout.num_entries, device=chunk.device)
 
 
 def packed(
@@ -173,7 +173,7 @@ def unpacked(
     indices = torch.arange(layout.num_marks, device=gathered.device).expand_as(number)
     behind = indices.new_empty(len(gathered), layout.num_entries + 1)
     high = behind.scatter_(1, number, indices)[:, :-1] - _first_marks(layout, chunk)
-    indices = layout.table(chunk.device)[0, chunk] + (high << layout.low_bits)
+    indices = layout.table[chunk.device][0, chunk] + (high << layout.low_bits)
     # Copied: bytes that begin anywhere can't be viewed as a type of several bytes.
     scales = scale_bytes.clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
     codes = packed_words
@@ -195,12 +195,7 @@ def on_the_wire(values: torch.Tensor) -> torch.Tensor:
 
 
 def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the lowest and the highest level of each row, (rows, 2); not finite if something of it is not.
-
-    Examples:
-        >>> end_levels(torch.tensor([[1.0, -1.5, 7.0, -9.0]]), bits=2).tolist()
-        [[1.25, 8.0]]
-    """
+    """Return the lowest and highest level of each row, (rows, 2); not finite if something of it is not."""
     magnitudes = rows.abs()
     peaks = magnitudes.amax(1, keepdim=True)
     if bits == 2 and rows.shape[1] > 1:

@@ -5,6 +5,7 @@ An `averager` counts the steps of a loop. At those that its `schedule` says, a `
 """
 
 from thinwire.local_sgd.local_sgd import DiLoCo, LocalSGD
-from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.local_sgd.outer import Nesterov
+from thinwire.local_sgd.schedule import Streaming, Warmup
 
 __all__ = ["DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -14,21 +14,76 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, way_in
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, Slot
 from thinwire.checks import shown
-from thinwire.comm import ProcessGroupTransport, Transport
+from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, Fragments, fragments_of
-from thinwire.local_sgd.outer import Outer, new_outer
-from thinwire.local_sgd.replica import Replica
+from thinwire.local_sgd.outer import Nesterov, Outer, new_outer
 from thinwire.local_sgd.schedule import Schedule
-from thinwire.local_sgd.settings import Nesterov
 from thinwire.local_sgd.training_loop import LoadedWeights
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, GradientSync
+from thinwire.sync.algorithm_state import assemble, parts_of_all
 from thinwire.sync.state import DTYPES
 from thinwire.torch_private import non_persistent_buffers, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from thinwire.adapters.sharded.model import Piece
+
+
+HELD = Slot("what processes hold", is_elementwise=True)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A replica, over processes that hold a part of it each; of one process, the part is all of it."""
+
+    replicas: dist.ProcessGroup | Transport | None = None  # that this one is averaged with
+    inside: Transport = field(default_factory=lambda: InProcessTransport.group(1)[0])  # joins its processes
+    is_sharded: bool = False  # its parameters are DTensors, or parts of the model
+    saves_parts: bool = False  # each process its own
+    pieces: Mapping[str, Piece] = field(default_factory=dict)  # what this process has of each parameter
+    sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
+    # Lets the parameters be what this process holds of them, as they are between steps.
+    show_shards: Callable[[], object] = bool
+
+    @property
+    def shards(self) -> Transport | None:
+        """Joins the processes of the replica; None if there is one."""
+        return None if self.inside.size == 1 else self.inside
+
+    def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a whole parameter or buffer."""
+        return self.pieces[name].shape if name in self.pieces else tuple(held.shape)
+
+    def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by name, on the CPU, what has the shapes of whole parameters. Collective.
+
+        A buffer, which all have whole, is the first shard's: each process has its own.
+        """
+        if self.saves_parts or self.shards is None:
+            return dict(held)
+        specs = {
+            name: ParameterSpec.of(name, part.new_empty(self.shape_of(name, part), device="meta"))
+            for name, part in held.items()
+        }
+        parts = parts_of_all({HELD: dict(held)}, self.inside)
+        return assemble([HELD], parts, specs, lambda part, whole: self._cut(part.label, whole, part.rank))[
+            HELD
+        ]
+
+    def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
+        return {
+            name: self._cut(name, tensor, self.inside.rank).clone() if name in self.pieces else tensor
+            for name, tensor in whole.items()
+        }
+
+    def _cut(self, name: str, whole: torch.Tensor, shard: int) -> torch.Tensor:
+        return self.pieces[name].cut(whole, shard, self.inside.size)
 
 
 @dataclass(eq=False)
@@ -85,15 +140,13 @@ class AveragedModel:
 
     def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
         """Return the transport of the group, and that of the subgroup if there is one."""
-        device, replicas = self.tensors()[0].tensor.device, self.replica.replicas
+        device, ddp, replicas = self.tensors()[0].tensor.device, self.ddp, self.replica.replicas
 
         def transport_of(processes: Any) -> Transport:
             return processes if isinstance(processes, Transport) else ProcessGroupTransport(processes, device)
 
-        group = transport_of(
-            self.ddp.process_group if self.ddp is not None and replicas is None else replicas
-        )
-        if self.ddp is not None and getattr(group, "group", None) is not self.ddp.process_group:
+        group = transport_of(ddp.process_group if ddp is not None and replicas is None else replicas)
+        if ddp is not None and getattr(group, "group", None) is not ddp.process_group:
             raise ConfigError(
                 "replicas is not the group of the DDP model; leave it out, or build both with the same one"
             )

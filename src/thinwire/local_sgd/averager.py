@@ -16,7 +16,6 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm
-from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import LeftError, StepError
 from thinwire.local_sgd.contributor import Contributor
 from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps
@@ -114,9 +113,8 @@ class Averager(AbstractContextManager[Any]):
     def distributed_state(self) -> DistributedState:
         """Return the object that `torch.distributed.checkpoint` saves and loads, beside model and optimizer.
 
-        `state_dict` and `load_state_dict` in one: save within the context, load before entering it. All
-        processes must save. Their models differ between averagings, so what that module saves of a model that
-        is not sharded is one process's: call `average()` before.
+        Save within the context, on all processes; load before entering it. Models differ between averagings,
+        and that module saves one process's of those that are not sharded: call `average()` before.
 
         Cost: as of `state_dict`, and its bytes, on each process.
         """
@@ -133,16 +131,16 @@ def _with_steps(averager: ref[Averager], stats: Stats) -> Stats:
 
 
 class DistributedState:
-    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
+    """A state as `torch.distributed.checkpoint` saves and loads it: as the bytes of one file."""
 
-    # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
-    # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.
+    # To load, it first asks a fresh run for a state, and fills in only the keys that are there: before the
+    # context is entered there are neither averages nor momenta.
 
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
 
     def state_dict(self) -> dict[str, bytes]:
-        """Return the state's bytes; none of them if there is nothing to save yet. Collective."""
+        """Return the state's bytes; none if there is nothing to save yet. Collective."""
         file = io.BytesIO()
         if self._averager.has_state:
             torch.save(self._averager.state_dict(), file)
@@ -154,7 +152,7 @@ class DistributedState:
 
 
 class ModelAverager(Averager):
-    """Averages a model every few steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
+    """Averages a model every few steps: the base of `LocalSGD` and `elastic.LocalSGD`."""
 
     _contributor: ModelChanges
 
@@ -187,9 +185,7 @@ class ModelAverager(Averager):
     def _in_loop(self) -> Iterator[None]:
         """Count the steps of the user's loop while this is open."""
         loads = self._model.loads.noted(self.module, self._optimizers, self._model.fragments.checksum)
-        transport = self._engine.transport
-        group = transport.group if isinstance(transport, ProcessGroupTransport) else None
-        silent = silent_steps(self._optimizers, group)
+        silent = silent_steps(self._optimizers, self._engine.transport)
         with loads, silent, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
             yield
 
@@ -243,10 +239,9 @@ class ModelAverager(Averager):
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
 
-        Between averagings each process's model is its own, and with fragments their last averages are of
-        different steps. Nothing is sent. What the model held comes back afterwards, averaged buffers too.
-        Others, such as BatchNorm's `num_batches_tracked`, are left alone: evaluate with `model.eval()`. Save
-        `model.state_dict()` in it to keep the averaged model alone.
+        Nothing is sent; fragments' last averages are of different steps. What the model held comes back
+        afterwards, averaged buffers too. Others (`num_batches_tracked`) are left alone: evaluate with
+        `model.eval()`. Save `model.state_dict()` in it to keep the averaged model alone.
 
         Cost: a copy of what is averaged.
 

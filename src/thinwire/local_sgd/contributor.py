@@ -47,11 +47,11 @@ class Contributor(ABC):
         model: AveragedModel,
         engines: Sequence[Engine],
         optimizers: Sequence[torch.optim.Optimizer],
-        group: Group,
+        group: Group | None,
     ) -> None:
         self.steps = self.steps_here = self.turns = 0
         self.model, self.engines, self.optimizers = model, engines, optimizers
-        self.sent_optimizers = optimizers if group.send_optimizer else ()
+        self.sent_optimizers = () if group is None or not group.send_optimizer else optimizers
         self._group = group
         self.device = model.tensors()[0].tensor.device
 

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
-from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
+from thinwire.local_sgd.averaged_model import AveragedModel, Replica, replica_of, unwrapped
 from thinwire.local_sgd.averager import Averager, ModelAverager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.groups.group import Group
@@ -29,11 +29,9 @@ from thinwire.local_sgd.groups.state_transfer import plain
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
 from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.model_changes import ModelChanges, engines_of
-from thinwire.local_sgd.outer import Outer, check_outer
-from thinwire.local_sgd.replica import Replica
+from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.saved_state import members_of
-from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
-from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
 from thinwire.sync.precision import full_precision
 
 Entered = TypeVar("Entered", bound="Member")
@@ -112,8 +110,8 @@ class Member(Averager):
 
         What is pending is averaged first, so the model is the last average. All members that are there take
         part, those that do not call this at their next averaging; the residual becomes its mean over them,
-        here and in the state. So the states of all members that call it are the same but for the optimizers
-        inside, of which each has its own. Any number of members may resume from one.
+        here and in the state. States differ in the optimizers inside alone. Any number of members may resume
+        from one.
 
         Raises:
             StepError: Outside the context.
@@ -122,9 +120,8 @@ class Member(Averager):
         """
         self._check_inside("state_dict()")
         with full_precision(self._contributor.device):
-            state = self._membership.state(self._membership.save())
-        copied: dict[str, Any] = plain(state)
-        return copy.deepcopy(copied)
+            state: dict[str, Any] = plain(self._membership.state(self._membership.save()))
+        return copy.deepcopy(state)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,11 +142,10 @@ class Member(Averager):
 class LocalSGD(ModelAverager, Member):
     """Train each process by itself for some steps, then average with all members that are there.
 
-    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. If a member dies or
-    stands still for too long in an averaging, the others repeat it without that member, at once and with all
-    they have learnt since the last one. A member that joins, or comes back, waits on entry for the others'
-    next averaging. From it, it takes their model, outer optimizer and counters, to the bit, and the state of
-    one member's optimizers inside, as of their last steps.
+    As `thinwire.LocalSGD`, on a group whose members change. If a member dies or stands still for too long in
+    an averaging, the others repeat it at once without that member. A member that joins, or comes back, waits
+    on entry for the others' next averaging. From it, it takes their model, outer optimizer and counters, to
+    the bit, and the state of one member's optimizers inside, as of their last steps.
 
     Each member's change weighs as much as it has worked, in steps or in what the group's `weigh_by` says.
     Its residual (what it has not transmitted) stays when others come or go. A member that leaves on purpose

@@ -13,12 +13,12 @@ import torch
 
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import gather_numbers
-from thinwire.errors import CommunicationError, LeftError, StateError
+from thinwire.errors import CommunicationError, LeftError
 from thinwire.local_sgd.admission import Admission, TooFewError, TryAgainError
 from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import BrokenMemberError, in_all_processes
-from thinwire.local_sgd.groups.state_transfer import broadcast_residual, plain
+from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
 from thinwire.local_sgd.inner_optimizers import digest, inner_settings
 from thinwire.local_sgd.member_status import (
     NUMBER_BITS,
@@ -48,23 +48,20 @@ class _Averaging(NamedTuple):
             self.pending.abandon()
 
 
-RETRIED = (CommunicationError, TryAgainError)
-
-
 class ElasticMembership(Membership):
     """Averages with all who are there, as often as it takes; keeps track of the members.
 
     An averaging is committed by all members or by none. The last of its messages says that everybody has
     received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
-    and learns in the next quorum whether the others have committed. A member that is lost while training goes
-    on shows when the averaging is due, and it is done again.
+    and learns in the next quorum whether the others have committed.
 
     What each member has not transmitted counts in the mean over the members of its averaging. When their
     number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
     """
 
     def __init__(self, group: Group, contributor: Contributor, kind: str) -> None:
-        super().__init__(group, contributor)
+        super().__init__(contributor)
+        self.group = group
         self.stats = MembershipStats()
         self.is_leaving = False  # to be set: whether to leave after the next averaging
         # The committed averagings that the model comes from, a digest and a number; newcomers take both.
@@ -113,7 +110,7 @@ class ElasticMembership(Membership):
             self._is_saving = False
 
     def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        """As of `Contributor.state`."""
         return self._contributor.state(self.lineage, self.commits, sync)
 
     def stand_at(self, lineage: int, commits: int) -> None:
@@ -141,7 +138,7 @@ class ElasticMembership(Membership):
             except BrokenMemberError:
                 self.leave()  # at once: the others should not wait for a member that ends
                 raise
-            except RETRIED as error:
+            except (CommunicationError, TryAgainError) as error:
                 now = time.monotonic()
                 # From the first failure on: the others may come late by as long as a quorum may take.
                 give_up_at = min(give_up_at, now + group.wait_seconds)
@@ -170,7 +167,7 @@ class ElasticMembership(Membership):
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
             pending = in_all_processes(
-                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed), group, RETRIED
+                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed), group
             )
         self._open = _Averaging(pending, lineage, statuses)
 
@@ -183,7 +180,7 @@ class ElasticMembership(Membership):
             if opened.pending is not None:
                 engine = self._contributor.engines[0]
                 with engine.clock.inside(engine.traffic):
-                    in_all_processes(opened.pending.send, self.group, RETRIED)
+                    in_all_processes(opened.pending.send, self.group)
             purpose = "whether all have received everything"
             try:
                 gather_numbers([1.0], self.group.control, purpose)
@@ -203,7 +200,7 @@ class ElasticMembership(Membership):
         # Members that leave have handed over what they owed, and would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = in_all_processes(self._contributor.engine.state_dict, self.group, RETRIED)
+            self._saved = in_all_processes(self._contributor.engine.state_dict, self.group)
 
     def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
         """Return who averages next, and what this one starts with; None if that must be looked at again."""
@@ -231,7 +228,7 @@ class ElasticMembership(Membership):
                 is_new=is_new,
                 is_saving=self._is_saving,
                 member=self._member,
-                lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
+                lineage=self.lineage if group.received is None else lineage_of(group.received),
                 doubt=0 if self._doubt is None else self._doubt.lineage,
                 weight_behind_doubt=behind.weight,
                 min_members=group.min_members,
@@ -269,7 +266,7 @@ class ElasticMembership(Membership):
             group.received = None
             group.reset()
             raise TryAgainError("no member is left that holds all parts of the model")
-        in_all_processes(lambda: group.join(are_new), group, RETRIED)
+        in_all_processes(lambda: group.join(are_new), group)
 
     def _provided(self) -> Mapping[str, Any]:
         """Return the state that a newcomer starts from."""
@@ -285,18 +282,12 @@ class ElasticMembership(Membership):
         received = self.group.received
         if received is None:
             return
-        members = received.get("members") if isinstance(received, Mapping) else None
-        if not isinstance(members, Mapping) or type(members.get("lineage")) is not int:
-            raise StateError(
-                "what the group has sent this member to start from has no lineage, expected a mapping with "
-                f"one, got a {type(received).__name__}; start all members with the same version of Thinwire"
-            )
-        if self._doubt is not None and members["lineage"] == self._doubt.lineage:
+        if self._doubt is not None and self._doubt.lineage == lineage_of(received):
             # They have committed what this member had prepared: with that it stands where they do, and keeps
             # its residual.
             self._resolve_doubt(was_committed=True)
-            return
-        self._member = self._draw_number()  # to the others, it is a new one
+        else:
+            self._member = self._draw_number()  # to the others, it is a new one
 
     def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
         """Return the members with their true lineage; others must start again."""
@@ -334,7 +325,7 @@ class ElasticMembership(Membership):
             logger.warning("this member was away: it starts from the others%s", owed)
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
-        self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
+        self.lineage, self.commits = lineage_of(received), received["members"]["commits"]
         self._error_members = self.group.control.size
         self.statuses, self.group.received = (), None
 

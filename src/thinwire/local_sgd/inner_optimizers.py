@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.checks import shown
+from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.fragment import Averaged
 from thinwire.tensors.layout import local_tensor
@@ -95,13 +96,12 @@ def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigErr
 
 
 @contextmanager
-def silent_steps(
-    optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None
-) -> Iterator[None]:
+def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transport) -> Iterator[None]:
     """Refuse, in its first step while this is open, an optimizer that sends messages over a group.
 
     Some gather what each process has computed (Muon), and hold nothing that shows it.
     """
+    group = transport.group if isinstance(transport, ProcessGroupTransport) else None
     counts: dict[int, int | None] = {}  # of messages before the first step, None after it
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -175,27 +175,27 @@ def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
 def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield where an optimizer, or one that it wraps, keeps a tensor, the parameter of it, and the tensor."""
     parameters = parameters_of(optimizer)
-    candidates: list[tuple[str, object, object]] = []
+    candidates: list[tuple[str, Sequence[torch.Tensor], object]] = []
     for holder in (optimizer, *_inside(optimizer)):
         for group in holder.param_groups:
             lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
-            for key, values in lists.items():
-                candidates += _paired(f"param_groups[…][{key!r}]", group["params"], values)
+            candidates += [(f"param_groups[…][{key!r}]", group["params"], lists[key]) for key in lists]
         for key, value in vars(holder).items():
-            candidates += _keyed(key, value)
-            candidates += _paired(key, parameters, _flat(value))
-        candidates += _paired("its parameters", parameters, parameters_of(holder))
-    for where, parameter, value in candidates:
-        if not isinstance(parameter, torch.Tensor) or not isinstance(value, torch.Tensor):
-            continue
-        if where == ONLY_READ or value.numel() != parameter.numel() or not value.is_floating_point():
-            continue
-        held, weights = local_tensor(value), local_tensor(parameter)
-        # A view has the average when the parameter has, and quantized states only their optimizers read.
-        if type(held) is torch.Tensor and (
-            held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr()
-        ):
-            yield where, parameter, value
+            candidates += [*_by_parameter(key, value), (key, parameters, value)]
+        candidates.append(("its parameters", parameters, parameters_of(holder)))
+    for where, owners, value in candidates:
+        leaves, sizes = _leaves(value), [parameter.numel() for parameter in owners]
+        if len(leaves) == 1 and isinstance(leaves[0], torch.Tensor) and leaves[0].numel() == sum(sizes):
+            leaves = leaves[0].reshape(-1).split_with_sizes(sizes)
+        # They stand for the parameters if there are as many.
+        for parameter, tensor in zip(owners, leaves, strict=True) if len(leaves) == len(owners) else ():
+            if where == ONLY_READ or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                continue
+            held, weights = local_tensor(tensor), local_tensor(parameter)
+            # A view has the average when the parameter has, and quantized states only their optimizers read.
+            is_plain = type(held) is torch.Tensor and tensor.numel() == parameter.numel()
+            if is_plain and held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
+                yield where, parameter, tensor
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
@@ -206,39 +206,25 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
             yield from _inside(value)
 
 
-def _keyed(
-    place: str, value: object, owner: torch.Tensor | None = None
-) -> Iterator[tuple[str, object, object]]:
+def _by_parameter(
+    where: str, value: object, owner: torch.Tensor | None = None
+) -> Iterator[tuple[str, Sequence[torch.Tensor], object]]:
     """Yield the values that mappings hold under a parameter."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if isinstance(key, torch.Tensor):
-                yield from _keyed(place, item, key)
-            else:
-                yield from _keyed(f"{place}[{key!r}]", item, owner)
+            is_owner = isinstance(key, torch.Tensor)
+            yield from _by_parameter(
+                where if is_owner else f"{where}[{key!r}]", item, key if is_owner else owner
+            )
     elif owner is not None:
-        yield place, owner, value
+        yield where, [owner], value
 
 
-def _flat(value: object) -> list[object]:
+def _leaves(value: object) -> Sequence[object]:
     """Return the values of nested lists or mappings, in order."""
     if isinstance(value, Mapping):
-        return _flat(list(value.values()))
-    if not isinstance(value, list | tuple):
-        return [value]
-    return [leaf for item in value for leaf in _flat(item)]
-
-
-def _paired(
-    place: str, parameters: Sequence[object], values: Sequence[object]
-) -> list[tuple[str, object, object]]:
-    """Return values with the parameters that they stand for, if there are as many, or one flat one of all."""
-    sizes = [parameter.numel() for parameter in parameters if isinstance(parameter, torch.Tensor)]
-    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].numel() == sum(sizes):
-        values = values[0].reshape(-1).split_with_sizes(sizes)
-    if len(values) != len(parameters):
-        return []
-    return [(place, *pair) for pair in zip(parameters, values, strict=True)]
+        value = list(value.values())
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list | tuple) else [value]
 
 
 # Settings that members compare, and state that a newcomer is given.

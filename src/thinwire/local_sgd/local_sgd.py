@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import Shadow, averaging_model, tell_start
+from thinwire.adapters.ddp import DDPAdapter, switched
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
@@ -22,16 +23,13 @@ from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.fragment import fragments_of
-from thinwire.local_sgd.groups.group import StaticGroup
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges, engines_of
-from thinwire.local_sgd.outer import Outer, check_outer
+from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
-from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
-from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.local_sgd.training_loop import check_ddp, driven_gradients
-from thinwire.sync import Engine
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
+from thinwire.local_sgd.training_loop import check_ddp
 from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
@@ -41,15 +39,13 @@ if TYPE_CHECKING:
 class LocalSGD(ModelAverager, Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
-    A context manager around the training loop, which every process of the group enters. Loop, model and
-    optimizer stay as they are. What travels is each process's *change* of the parameters since the last
-    averaging, as gradients do: `algorithm` may be any of Thinwire's, with its error memory. After an
-    averaging all processes hold the same parameters to the bit, written in place. A table in
-    docs/local-sgd.md says what is averaged after each step.
+    A context manager around the training loop, which every process of the group enters. What travels is each
+    process's *change* of the parameters since the last averaging: `algorithm` may be any of Thinwire's, with
+    its error memory. After an averaging all processes hold the same parameters to the bit, written in place.
 
     The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
     but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
-    `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
+    `algorithm` and `outer` are for the averagings over the group after it (table in docs/local-sgd.md).
 
     On entry all processes take the model of the group's first process, buffers included, unless a state was
     loaded. A clean exit averages the steps since the last averaging, so all processes leave with the same
@@ -63,7 +59,7 @@ class LocalSGD(ModelAverager, Joinable):
             `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
             the result of `torch.compile` on either).
         optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
-            steps: the last one's are counted. Their state is never averaged.
+            steps, of which the last one's are counted. Their state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step, which moves the last averaged parameters along the mean change: a
@@ -138,9 +134,9 @@ class LocalSGD(ModelAverager, Joinable):
         if ddp is not None:
             check_ddp(ddp)
         self._engines = engines_of(averaged, schedule, algorithm, group, replica.shards, within)
-        static = StaticGroup(group)
-        changes = ModelChanges(averaged, schedule, self._engines, optimizers, static)
-        super().__init__(changes, StaticMembership(static, changes, self._engines), grad_scaler)
+        changes = ModelChanges(averaged, schedule, self._engines, optimizers)
+        averaging_within = self._engines.subgroup if schedule.averages_within else None
+        super().__init__(changes, StaticMembership(changes, averaging_within), grad_scaler)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
@@ -174,11 +170,14 @@ class LocalSGD(ModelAverager, Joinable):
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
             else:
-                levels: dict[Level, Engine] = {"group": engines.gradients}
+                ddp = model.ddp
+                adapters = {"group": DDPAdapter(engines.gradients, ddp)}
                 if engines.subgroup is not None:
-                    levels["subgroup"] = engines.subgroup
-                driven = driven_gradients(model.ddp, levels, lambda: self._schedule.gradients_in(self.steps))
-                attached.enter_context(driven)
+                    adapters["subgroup"] = DDPAdapter(engines.subgroup, ddp)
+                switch = switched(
+                    ddp, lambda: adapters.get(self._schedule.gradients_in(self.steps)), taken_by="LocalSGD"
+                )
+                attached.callback(switch.free)
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
@@ -205,8 +204,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is
-        pending is waited for and applied first. Does nothing but compare step counts if nothing has changed
-        since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
+        pending is applied first. A change that no step of `optimizer` has made, such as of weights that were
         loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
         Raises:
@@ -226,7 +224,7 @@ class LocalSGD(ModelAverager, Joinable):
         super()._after_own_step()
 
     def _average_if_due(self) -> None:
-        if self._membership.subgroup is not None:
+        if self._schedule.averages_within:
             with self._collective("a step"):
                 self._membership.average_within()
         super()._average_if_due()
@@ -239,8 +237,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Return, for a join context, how this process shadows the others once it has no more input.
 
         Changes are divided by the members of the group, or (`divide_by_initial_world_size=False`) by the
-        contributors: the processes that had input since the last averaging. At the end of the join
-        context what is left is averaged.
+        processes that had input since the last averaging. At the context's end what is left is averaged.
 
         Raises:
             StepError: The LocalSGD context is not entered.
@@ -264,7 +261,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
             )
-        self._membership.group.weigh_by = "contributors" if by_contributors else "members"
+        self._contributor.weigh_by = "contributors" if by_contributors else "members"
         return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
 
     @property
@@ -295,10 +292,8 @@ class LocalSGD(ModelAverager, Joinable):
 
         The same on every process. The model and the optimizer are the user's to save: between averagings
         they differ from process to process, so save them on each to resume to the bit; or call
-        `average()` first and save one model. `torch.load(weights_only=True)` takes it.
-
-        What is pending is waited for and saved as it came; it is applied when it is due, here and in the
-        run that resumes.
+        `average()` first and save one model. `torch.load(weights_only=True)` takes it. What is pending is
+        waited for and saved as it came; it is applied when it is due, here and in the run that resumes.
 
         Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
 
@@ -352,17 +347,13 @@ class LocalSGD(ModelAverager, Joinable):
             {tensor.name: replica.shape_of(tensor.name, tensor.value) for tensor in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        has_outer, has_warmup = (
-            self._model.make_outer is not None,
-            self._schedule.warmup.algorithm is not None,
-        )
-        loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
+        has_outer, has_warmup = self._model.make_outer is not None, bool(self._schedule.warmup.algorithm)
+        # A copy: it is used on entry, and the caller's own may have changed by then.
+        loaded = checked_state(copy.deepcopy(state), shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
-        # A copy: it is used on entry, and the caller's own may have changed by then.
-        loaded = copy.deepcopy(loaded)
         warm_engine = self._engines.gradients
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
         # First what may refuse: then nothing else has changed.

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
-from thinwire.comm import agree, gather_numbers, true_for_all
+from thinwire.comm import Transport, agree, gather_numbers, true_for_all
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
 from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
-from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
-from thinwire.local_sgd.model_changes import Engines, ModelChanges
-from thinwire.local_sgd.outer import described_outer, settings_digest
+from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.outer import settings_digest
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.saved_state import LoadedState, load_fragments
 from thinwire.local_sgd.training_loop import LOADED
+from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class Membership(ABC):
 
     has_left = False
 
-    def __init__(self, group: Group, contributor: Contributor) -> None:
-        self.group, self._contributor = group, contributor
+    def __init__(self, contributor: Contributor) -> None:
+        self._contributor = contributor
 
     @property
     @abstractmethod
@@ -52,21 +52,19 @@ class Membership(ABC):
         """Whether more rounds of the pending averaging are due than were sent."""
         return False
 
-    def average(self) -> None:
-        """Average once with all members. Collective."""
-        self.start()
-        self.finish()
-
     @abstractmethod
-    def start(self, *, is_delayed: bool = False) -> None:
-        """Send the first messages of an averaging. Collective."""
+    def start(self, *, is_delayed: bool = False) -> None: ...
 
     def advance(self) -> None:  # noqa: B027 - most send all when it is finished
         """Send the rounds of the pending averaging that are due. Collective."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """Apply the averaging that was started. Collective."""
+    def finish(self) -> None: ...
+
+    def average(self) -> None:
+        """Average once with all members. Collective."""
+        self.start()
+        self.finish()
 
     def abandon(self) -> None:  # noqa: B027 - as above
         """Forget what is pending: its changes are sent again when their turn comes."""
@@ -81,11 +79,11 @@ class StaticMembership(Membership):
 
     _contributor: ModelChanges
 
-    def __init__(self, group: Group, changes: ModelChanges, engines: Engines) -> None:
-        super().__init__(group, changes)
+    def __init__(self, changes: ModelChanges, subgroup: Engine | None) -> None:
+        super().__init__(changes)
+        self._transport = changes.engines[0].transport
         self.pending: PendingAverage[Fragment] | None = None
-        self._engines = engines
-        self.subgroup = engines.subgroup if changes.schedule.averages_within else None
+        self.subgroup = subgroup
         self._step = 0  # of the members, when the pending average was sent
         self._gathers: list[StatusGather] = []  # not read yet, in this order
         self._to_read = 0  # of those: before the latest round is waited for
@@ -94,52 +92,31 @@ class StaticMembership(Membership):
 
     def check_models(self, averaged: Sequence[Averaged], name: str) -> None:
         """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
-        engine, replica = self._engines.main, self._contributor.model.replica
-        group = engine.transport
-        alike_on_all_shards(
-            replica.inside,
-            "entering LocalSGD",
-            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(engine.algorithm)},
-            lambda: engine.agree(averaged[0].value.device),
-        )
+        engine = self._contributor.engines[0]
+        self._agree({}, lambda: engine.agree(averaged[0].value.device))
         # The plan is of what was trained then: messages of other lengths would end the process, and those of
         # equal lengths be averaged with other parameters'.
-        others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})
-        self._agree(
-            {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
-        )
+        others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})[:4]
+        self._agree({"parameters that have changed since LocalSGD was made:": str(others)} if others else {})
         if others:
             raise StepError(
                 "the model's trainable parameters or buffers are others than when this "
-                f"{name} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
-                "make it"
+                f"{name} was made: {others}; freeze, unfreeze or convert them first, then make it"
             )
 
     def agree_on_settings(self, loaded: LoadedState | None) -> None:
         """Refuse, on all processes alike, to enter with other settings. Collective."""
-        schedule = self._contributor.schedule
-        described = {
-            "every_steps": schedule.every_steps,
-            "warmup_steps": schedule.warmup.steps,
-            "algorithm of the warm-up": self._engines.gradients.algorithm,
-            "streaming": schedule.streaming,
-            "subgroup": schedule.has_subgroup,
-            "outer optimizer": described_outer(self._contributor.model.outer),
-            LOADED_STATE: None if loaded is None else loaded.digest,
-        }
-        self._agree({subject: str(value) for subject, value in described.items()})
+        digest = str(None if loaded is None else loaded.digest)
+        self._agree(self._contributor.settings() | {LOADED_STATE: digest})
 
-    def _agree(self, described: Mapping[str, str]) -> None:
-        replica, purpose = self._contributor.model.replica, "entering LocalSGD"
-        of_all = dict(described)
+    def _agree(self, described: dict[str, str], action: Callable[[], None] | None = None) -> None:
+        replica, group, purpose = self._contributor.model.replica, self._transport, "entering LocalSGD"
+        algorithm = repr(self._contributor.engines[0].algorithm)
+        of_shard = {"replica": f"{group.rank} of {group.size}", "algorithm": algorithm, **described}
         if replica.saves_parts:  # each process has loaded its own
-            of_all.pop(LOADED_STATE, None)
-        alike_on_all_shards(
-            replica.inside,
-            purpose,
-            lambda: of_all,
-            lambda: agree(self.group.transport, described, purpose),
-        )
+            of_shard.pop(LOADED_STATE, None)
+        action = action or (lambda: agree(group, described, purpose))
+        alike_on_all_shards(replica.inside, purpose, lambda: of_shard, action)
 
     def resume(self, loaded: LoadedState) -> None:
         """Let fragments and the average that was pending go on from a state."""
@@ -167,32 +144,27 @@ class StaticMembership(Membership):
         return self.pending is not None
 
     def start(self, *, is_delayed: bool = False) -> None:
-        contributor = self._contributor
-        statuses: tuple[MemberStatus, ...] = ()
-        contribution = contributor.contribution()
+        contribution = self._contributor.contribution()
         self._gather_status(contribution.weight, is_finite=contribution.is_finite)
         self._to_read = len(self._gathers)
         # Read first: a process at a different step sends no changes to wait for. If it is delayed, before
         # the first round is waited for; but the engine's comparison blocks, and all must come to it.
-        if not is_delayed or not contributor.engines[0].buckets.has_agreed:
-            statuses = self._read()
-        self._send(contribution, statuses, is_delayed=is_delayed)
+        must_read = not is_delayed or not self._contributor.engines[0].buckets.has_agreed
+        self._send(contribution, self._read() if must_read else (), is_delayed=is_delayed)
 
     def _send(
         self, contribution: Contribution, statuses: Sequence[MemberStatus], *, is_delayed: bool = False
     ) -> None:
-        contributor = self._contributor
         total = sum(status.weight for status in statuses)
         scale = contribution.weight * len(statuses) / total if total else 1.0
-        self._step = contributor.steps
-        self.pending = contributor.start(contribution.tensors, scale, self._step, is_delayed=is_delayed)
+        self._step = self._contributor.steps
+        tensors = contribution.tensors
+        self.pending = self._contributor.start(tensors, scale, self._step, is_delayed=is_delayed)
 
     @property
     def is_behind(self) -> bool:
-        pending = self.pending
-        return (
-            pending is not None and not pending.is_done and pending.num_rounds < self._contributor.rounds_due
-        )
+        pending, changes = self.pending, self._contributor
+        return pending is not None and not pending.is_done and pending.num_rounds < changes.rounds_due
 
     def advance(self) -> None:
         assert self.pending is not None
@@ -201,29 +173,29 @@ class StaticMembership(Membership):
         self._gather_status()
         self.pending.send(self._contributor.rounds_due, self._read_due)
 
-    def _wait(self) -> None:
-        """Wait for the means of the pending averaging."""
-        if self.pending is None or self.pending.is_done:
-            return
-        if self.pending.is_delayed:
-            self._gather_status()
-        self.pending.send(before=self._read_due)
-        self.pending.wait()
-        # Only now is it known; the next averaging spreads them over the delay.
-        for fragment in self.pending.changes:
-            fragment.num_rounds = self.pending.num_rounds
-
     def settle(self) -> None:
         """Wait for the means of the pending averaging, without applying them. Collective."""
         self._gather_status()
         self._read()  # before anything is waited for: members that are at other steps send other rounds
         self._wait()
 
+    def _wait(self) -> None:
+        pending = self.pending
+        if pending is None or pending.is_done:
+            return
+        if pending.is_delayed:
+            self._gather_status()
+        pending.send(before=self._read_due)
+        pending.wait()
+        # Only now is it known; the next averaging spreads them over the delay.
+        for fragment in pending.changes:
+            fragment.num_rounds = pending.num_rounds
+
     def finish(self) -> None:
         self._wait()
         # Only then: what has raised above is still to be abandoned.
         pending, self.pending = self.pending, None
-        members = self.group.transport.size
+        members = self._transport.size
         self._contributor.commit(pending, self._step, members, may_be_empty=True)
 
     def abandon(self) -> None:
@@ -262,8 +234,8 @@ class StaticMembership(Membership):
         # Each by itself as ever, those first that have waited longest: the same order everywhere.
         waiting = sorted((f for f in fragments if step > f.sent_after), key=lambda f: f.sent_after)
         turns = [[fragment] for fragment in waiting]
-        if changes.schedule.is_warm_up(step):
-            turns = [[f for f in fragments if f in waiting]] if waiting else []
+        if waiting and changes.schedule.is_warm_up(step):
+            turns = [waiting]
         try:
             for turn in turns:
                 changes.chosen = turn
@@ -276,21 +248,19 @@ class StaticMembership(Membership):
     def _have_moved(self, changes: Mapping[Fragment, Sequence[torch.Tensor]]) -> bool:
         """Return whether any parameter has changed, on some shard of a replica."""
         # Buffers do in every forward pass.
-        moved = [
+        have_moved = any(
             flat.any()
             for fragment, flats in changes.items()
             for specs, flat in zip(fragment.layout, flats, strict=True)
             if not specs[0].is_statistic
-        ]
-        # A shard without parameters must still join the collective.
-        still = ~torch.stack([it.to(moved[0].device) for it in moved]).any() if moved else torch.tensor(True)
-        return not self._true_for_all(still, "whether all shards are still")
+        )
+        return not self._on_all_shards(not have_moved, "whether all shards are still")
 
     def _take_over(self, fragments: Fragments) -> None:
         """Take what the model holds for the last average, or refuse it on all members alike. Collective."""
         purpose = "comparing parameters that have changed without a step"
-        rows = gather_numbers([float(fragments.checksum())], self.group.transport, purpose)
-        if not self._true_for_all(torch.tensor(len({row[0] for row in rows}) == 1), purpose):
+        rows = gather_numbers([float(fragments.checksum())], self._transport, purpose)
+        if not self._on_all_shards(rows == rows[:1] * len(rows), purpose):
             raise StepError(
                 "parameters have changed since the last averaging without a step of an optimizer passed, and "
                 "not on all ranks alike; nothing was averaged. Pass all optimizers; load alike on all ranks"
@@ -300,9 +270,8 @@ class StaticMembership(Membership):
         self._contributor.model.loads.forget()
         logger.info("parameters that have changed without a step, on all processes alike, are taken over")
 
-    def _true_for_all(self, is_true: torch.Tensor, purpose: str) -> bool:
-        together = self._contributor.together
-        return bool(is_true if together is None else true_for_all(is_true, together, purpose))
+    def _on_all_shards(self, is_true: bool, purpose: str) -> bool:
+        return bool(true_for_all(torch.tensor(is_true), self._contributor.model.replica.inside, purpose))
 
     def average_within(self) -> None:
         """Average within the subgroup, exactly, what the group does not average now. Collective."""
@@ -321,7 +290,7 @@ class StaticMembership(Membership):
 
     # The statuses of the members.
 
-    def _check_within(self, subgroup: Any, *, is_finite: bool) -> None:
+    def _check_within(self, subgroup: Transport, *, is_finite: bool) -> None:
         """Compare statuses within the subgroup, so that all members raise together. Collective; blocks.
 
         The subgroup is asked first each time, so that members at different steps compare there, and not in
@@ -329,15 +298,17 @@ class StaticMembership(Membership):
         time that they ask it.
         """
         status = self._status(is_finite=is_finite)
-        purpose = f"step {status.step}, the consensus check before an averaging"
-        if not are_alike(StatusGather(status, subgroup, purpose).read()):
-            check_alike(StatusGather(status, self.group.transport, purpose).read())
+        with suppress(StepError):
+            check_alike(self._gathered(status, subgroup).read())
+            return
+        check_alike(self._gathered(status, self._transport).read())
 
     def _gather_status(self, weight: float = 1.0, **status: bool) -> None:
         """Ask all members at which step they are; do not wait for the answers. Collective."""
-        own = self._status(weight, **status)
-        purpose = f"step {own.step}, the consensus check before an averaging"
-        self._gathers.append(StatusGather(own, self.group.transport, purpose))
+        self._gathers.append(self._gathered(self._status(weight, **status), self._transport))
+
+    def _gathered(self, status: MemberStatus, transport: Transport) -> StatusGather:
+        return StatusGather(status, transport, f"step {status.step}, the consensus check before an averaging")
 
     def _status(self, weight: float = 1.0, *, is_finite: bool = True, **flags: bool) -> MemberStatus:
         outer = settings_digest(self._contributor.model.outer)
@@ -377,19 +348,13 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
         )
     if any(status.has_loaded for status in statuses):
         raise StepError(LOADED)
-    if not are_alike(statuses):
-        usual = Counter(status.outer_settings for status in statuses).most_common(1)[0][0]
-        others = [rank for rank, status in enumerate(statuses) if status.outer_settings != usual]
+    usual = Counter(status.outer_settings for status in statuses).most_common(1)[0][0]
+    others = [rank for rank, status in enumerate(statuses) if status.outer_settings != usual]
+    if others:
         raise StepError(
             f"the outer optimizer of rank {_listed(others)} is set otherwise than the others'; nothing was "
             "averaged. Step a schedule of local.outer on all processes alike"
         )
-
-
-def are_alike(statuses: Sequence[MemberStatus]) -> bool:
-    """Return whether all are at one step, finite, and average alike."""
-    is_finite = all(status.is_finite for status in statuses)
-    return is_finite and len({(status.step, status.outer_settings) for status in statuses}) == 1
 
 
 def _listed(values: Sequence[object]) -> str:

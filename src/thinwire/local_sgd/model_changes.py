@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,15 +16,14 @@ from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.fragment import Fragment, Fragments, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.outer import described_outer, nesterov_lr
+from thinwire.local_sgd.outer import Nesterov, described_outer, nesterov_lr
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.schedule import EXACT, Schedule
-from thinwire.local_sgd.settings import Nesterov
 from thinwire.sync import Engine, Settings
 
 
 class Engines(NamedTuple):
-    """Engines that count together what they send over the group; a subgroup has a faster network."""
+    """Engines of a model and its schedule; they count together what they send over the group."""
 
     main: Engine  # of the changes that `algorithm` averages
     warmup: Engine  # of changes in the warm-up
@@ -40,7 +39,7 @@ def engines_of(
     health_group: Transport | None,
     within: Transport | None = None,
 ) -> Engines:
-    """Return the engines of a model and its schedule, over a group and perhaps a subgroup."""
+    """Return the engines of averagings over a group and perhaps a subgroup."""
     averaged = model.tensors()
     specs = [tensor.spec for tensor in averaged]
     parts = layouts_of(averaged, schedule.streaming.fragments)
@@ -77,16 +76,18 @@ class ModelChanges(Contributor):
         schedule: Schedule,
         engines: Engines,
         optimizers: Sequence[torch.optim.Optimizer],
-        group: Group,
+        group: Group | None = None,
     ) -> None:
         super().__init__(model, (engines.main, engines.warmup), optimizers, group)
         self.schedule = schedule
         self._warmup, self._warm_gradients = engines.warmup, engines.gradients
         # Whether the members change, and the outer learning rate with their number.
-        self._is_elastic = group.weigh_by in ("steps", "work")
-        # Elastic members combine the statuses of their processes; those of a machine have one change.
-        is_whole = self._is_elastic or engines.main.partition is not None
-        self.together = None if is_whole else model.replica.shards
+        self._is_elastic = group is not None
+        # A member's change weighs its steps, or counted work; or 1, perhaps only with steps of its own.
+        self.weigh_by: Literal["steps", "work", "members", "contributors"]
+        self.weigh_by = "members" if group is None else group.weigh_by
+        # Elastic members combine the statuses of their processes.
+        self.together = None if self._is_elastic else model.replica.shards
         self.pending_steps = 0
         self.chosen: Sequence[Fragment] | None = None
         self._turn_began = 0  # steps at the last turn
@@ -106,7 +107,7 @@ class ModelChanges(Contributor):
         self.steps += 1
         self.steps_here += 1
         self.pending_steps += is_own
-        if self._group.weigh_by == "steps":
+        if self.weigh_by == "steps":
             self.count_work(1.0)
 
     def count_work(self, amount: float) -> None:
@@ -122,7 +123,7 @@ class ModelChanges(Contributor):
     def is_due(self) -> bool:
         """Return whether an averaging is due after this step."""
         seconds = 0.0
-        if self.schedule.every_seconds is not None:
+        if self._group is not None and self.schedule.every_seconds is not None:
             seconds = self._group.broadcast_scalar(monotonic() - self._averaged_at)
         return self.schedule.is_due(self.steps, self.turns, self.steps - self._turn_began, seconds)
 
@@ -159,7 +160,7 @@ class ModelChanges(Contributor):
     @property
     def weight(self) -> float:
         """The weight of a member that stays."""
-        return float(self._group.weigh_by != "contributors" or self.pending_steps > 0)
+        return float(self.weigh_by != "contributors" or self.pending_steps > 0)
 
     def contribution(self, turns_ahead: int = 0) -> Contribution:
         fragments = self.fragments_after(self.steps, turns_ahead)
@@ -239,17 +240,22 @@ class ModelChanges(Contributor):
         self.turns = turns
         self.end_warmup()
 
-    def description(self) -> Description:
+    def settings(self) -> dict[str, str]:
+        """Return what must be set alike on all members."""
         schedule = self.schedule
-        return {
-            **super().description(),
-            "every_steps": str(schedule.every_steps),
-            "every_seconds": str(schedule.every_seconds),
-            "streaming": str(schedule.streaming),
-            "warmup": str(schedule.warmup),
-            "weigh_by": self._group.weigh_by,
+        settings = {
+            "every_steps": schedule.every_steps,
+            "every_seconds": schedule.every_seconds,
+            "streaming": schedule.streaming,
+            "warmup": schedule.warmup,
+            "subgroup": schedule.has_subgroup,
+            "weigh_by": self.weigh_by,
             "outer optimizer": described_outer(self.model.outer),
         }
+        return {subject: str(value) for subject, value in settings.items()}
+
+    def description(self) -> Description:
+        return {**super().description(), **self.settings()}
 
     @property
     def tolerates_other_settings(self) -> bool:

@@ -40,7 +40,7 @@ class PendingAverage(Generic[Part]):
         self._step: Step | None = None
         if engine is None:
             return
-        pairs = [zip(fragment.layout, flats, strict=True) for fragment, flats in changes.items()]
+        pairs = (zip(fragment.layout, flats, strict=True) for fragment, flats in changes.items())
         buckets = list(chain(*pairs))
         # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
         engine.agree(buckets[0][1].device)
@@ -57,7 +57,7 @@ class PendingAverage(Generic[Part]):
 
         `before` is called before each is waited for.
         """
-        assert self._step is not None, "sent after it was done"
+        assert self._step is not None
         while self.num_rounds < num_rounds:
             before()
             if not self._step.advance():
@@ -67,11 +67,11 @@ class PendingAverage(Generic[Part]):
     def wait(self) -> None:
         """Wait until all changes are their means, and let memory be written."""
         assert self._engine is not None
-        assert self._step is not None, "waited for before"
+        assert self._step is not None
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
         # An algorithm without memory commits whatever has come: no one has looked at its means.
-        together = self._engine.settings.health_group if self._engine.partition is None else None
+        together = self._engine.settings.health_group
         if not committed or not are_finite(self.changes, together):
             # Memory is written before it is known what comes of it in the model's type.
             residual_moved = committed and self._engine.state.memory_bytes() > 0

@@ -11,10 +11,9 @@ import torch
 
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
-from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.averaged_model import AveragedModel, Replica
 from thinwire.local_sgd.fragment import Averaged
 from thinwire.local_sgd.inner_optimizers import parameters_of
-from thinwire.local_sgd.replica import Replica
 from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, damage_named, digest_of
 from thinwire.torch_private import tree_map
 

@@ -1,18 +1,102 @@
-"""When what is averaged over whom: a function of the number of attempted steps, and of nothing else."""
+"""When what is averaged over whom, a function of the number of attempted steps; and the settings of that."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.checks import checked_scaler, number, shown, whole_count
+from thinwire.checks import checked_scaler, number, shown, true_or_false, whole_count
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.settings import Streaming, Warmup
-from thinwire.sync.settings import checked_on_nonfinite
+from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 
-Level: TypeAlias = Literal["group", "subgroup"]
+
+def written(settings: Any) -> str:
+    """Return how settings are written in code, without what has its default."""
+    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+    texts = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+    return f"{type(settings).__name__}({', '.join(texts)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """How a model travels when it is averaged: in how many parts, for how long, and whether with its buffers.
+
+    Source: Douillard et al., "Streaming DiLoCo" (arXiv 2501.18512, algorithm 2).
+
+    Args:
+        fragments: Into how many parts the model is divided: by layers, of about equal bytes, each with layers
+            from all depths. Each is averaged every `every_steps` steps, each after a different step, so that
+            a message is that much shorter.
+        delay_steps: Steps from sending a fragment's change to applying what became of it. Training goes on
+            meanwhile, and waits for the link only if that takes longer. Less than `every_steps / fragments`.
+            An algorithm with several rounds waits for each after its share of the delay.
+        local_weight: With a delay, α of Streaming DiLoCo: the share that each process's model keeps, when an
+            average arrives, of what it holds by then; the rest is of the average. 0 drops what it has learnt
+            on its way; None is 0.5, and 0 with an algorithm that sends few entries (`TopK`), whose residual
+            holds most of that already. (torchft calls it `fragment_update_alpha`.)
+        average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics),
+            sent as they are, whatever the algorithm. Integer ones, and those of 8 bits, are left alone.
+
+    Raises:
+        ConfigError: A number is of the wrong type or out of range, or there is a weight without a delay.
+    """
+
+    fragments: int = 1
+    delay_steps: int = 0
+    local_weight: float | None = None
+    average_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        checked: dict[str, float] = {
+            "fragments": whole_count("fragments", self.fragments, minimum=1),
+            "delay_steps": whole_count("delay_steps", self.delay_steps, minimum=0),
+            "average_buffers": true_or_false("average_buffers", self.average_buffers),
+        }
+        if self.local_weight is not None:
+            weight = checked["local_weight"] = float(number("local_weight", self.local_weight, minimum=0))
+            if not checked["delay_steps"] or weight >= 1:
+                raise ConfigError(
+                    f"local_weight must be in [0, 1), and 0 without delay_steps; got {weight!r} with "
+                    f"delay_steps={self.delay_steps}"
+                )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    __repr__ = written
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Steps at the start that are plain data-parallel training, and how a DDP model's gradients are averaged.
+
+    Args:
+        steps: How many.
+        algorithm: How a DDP model's gradients, or a plain module's changes, become their mean in them; None
+            for exactly. What it has not transmitted goes, uncompressed, with the last of these steps.
+        on_nonfinite: What becomes of a DDP model's gradients that are averaged in these steps, and in all
+            steps within a subgroup, and that are not finite: see `thinwire.attach`. What no group averages is
+            left alone; parameters that are not finite raise `StepError` at the next averaging.
+
+    Raises:
+        ConfigError: `steps` is no number of steps, or there is an algorithm for none.
+    """
+
+    steps: int = 0
+    algorithm: Algorithm | None = None
+    on_nonfinite: OnNonfinite = "nan"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", whole_count("steps", self.steps, minimum=0))
+        if self.algorithm is not None and not self.steps:
+            raise ConfigError(
+                f"algorithm={self.algorithm} is for the warm-up, which has 0 steps; say how many it has, or "
+                "leave it out"
+            )
+
+    __repr__ = written
+
 
 EXACT, WHOLE, NO_WARMUP = AllReduce(), Streaming(), Warmup()
 USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
@@ -104,13 +188,11 @@ class Schedule:
         """Return whether an averaging after `step` steps goes on while training does."""
         return self.streaming.delay_steps > 0 and not self.is_warm_up(step)
 
-    def gradients_in(self, step: int) -> Level | None:
-        """Return over whom the gradients of the step after `step` steps are averaged."""
-        if not self.has_ddp:
-            return None
-        if step < self.warmup.steps:
+    def gradients_in(self, step: int) -> str:
+        """Return over whom the gradients of the step after `step` steps are averaged; "" for no one."""
+        if self.has_ddp and step < self.warmup.steps:
             return "group"
-        return "subgroup" if self.has_subgroup else None
+        return "subgroup" if self.has_ddp and self.has_subgroup else ""
 
     def is_due(self, step: int, turn: int, steps: int, seconds: float = 0.0) -> bool:
         """Return whether members average after `step` steps.

@@ -17,7 +17,7 @@ from thinwire.adapters.sharded.model import Piece, ShardedModel, pieces_of, repl
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.comm import ProcessGroupTransport, Transport, group_of
 from thinwire.errors import AttachError
-from thinwire.local_sgd.replica import Replica
+from thinwire.local_sgd.averaged_model import Replica
 from thinwire.sync import Engine, GradientSync
 from thinwire.torch_private import root_mesh
 

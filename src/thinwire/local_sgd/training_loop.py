@@ -1,7 +1,8 @@
-"""Hooks on the user's loop: they count its steps, note loaded weights, and direct a DDP model's gradients."""
-# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+"""Hooks on the user's loop, which count its steps and note loaded weights; DDP models that it may train."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,11 +11,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp import ATTACHED, DDPAdapter, Switch, switched
-from thinwire.adapters.ddp_model import DetachedAdapter, check_options, names_of
+from thinwire.adapters.ddp import ATTACHED, Switch
+from thinwire.adapters.ddp_model import DetachedAdapter, check_options
 from thinwire.errors import AttachError, StepError
-from thinwire.local_sgd.schedule import Level
-from thinwire.sync import Engine
 from thinwire.torch_private import comm_hooks
 
 LOADED = (
@@ -113,22 +112,6 @@ class _BeforeLoad:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _BeforeLoad, ()
-
-
-@contextmanager
-def driven_gradients(
-    model: DistributedDataParallel, engines: Mapping[Level, Engine], current: Callable[[], Level | None]
-) -> Iterator[None]:
-    """Average the model's gradients over whom the schedule says; after the context over the group again."""
-    names = names_of(model.module, model.parameters_to_ignore)
-    adapters: dict[Level | None, DDPAdapter] = {
-        level: DDPAdapter(engine, names, model) for level, engine in engines.items()
-    }
-    switch = switched(model, lambda: adapters.get(current()), taken_by="LocalSGD")
-    try:
-        yield
-    finally:
-        switch.free()
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

@@ -32,7 +32,6 @@ class Timing:
 
     @property
     def median_seconds(self) -> float:
-        """The middle one of the repetitions."""
         return median(self.seconds)
 
     @property
@@ -102,19 +101,14 @@ class Probe:
         return None
 
     def known_rate(self) -> float:
-        """Return `bytes_per_second`.
-
-        Raises:
-            ConfigError: It is not known.
-        """
-        rate = self.bytes_per_second
-        if rate is None:
-            least, most = self.timings[0].message_bytes, self.timings[-1].message_bytes
-            raise ConfigError(
-                f"the link's rate is not known: {most:,} bytes were not measurably slower than {least:,}; "
-                "probe again with a larger budget_seconds (--budget-seconds), on idle machines"
-            )
-        return rate
+        """Return `bytes_per_second`; ConfigError if it is not known."""
+        if self.bytes_per_second is not None:
+            return self.bytes_per_second
+        least, most = self.timings[0].message_bytes, self.timings[-1].message_bytes
+        raise ConfigError(
+            f"the link's rate is not known: {most:,} bytes were not measurably slower than {least:,}; "
+            "probe again with a larger budget_seconds (--budget-seconds), on idle machines"
+        )
 
     @property
     def doubt(self) -> str:
@@ -146,25 +140,18 @@ class Probe:
             if message_bytes <= large.message_bytes:
                 share = (message_bytes - small.message_bytes) / (large.message_bytes - small.message_bytes)
                 return small.median_seconds + share * (large.median_seconds - small.median_seconds)
-        last = self.timings[-1]
-        beyond = ring_share(self.world_size) * (message_bytes - last.message_bytes)
-        return last.median_seconds + beyond / self.known_rate()
+        beyond = ring_share(self.world_size) * (message_bytes - large.message_bytes)
+        return large.median_seconds + beyond / self.known_rate()
 
     def to_json(self) -> str:
-        """Return it as `load` reads it."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
         path.write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Probe:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ConfigError: It can't be read, is not such a file, or is of a different version.
-        """
+        """Read a file that `save` wrote; ConfigError if it can't be read, or is no such file."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -191,7 +178,6 @@ class Probe:
         return read
 
     def _check(self) -> None:
-        """Refuse numbers that the properties can't compute with."""
         whole_number("world_size", self.world_size, minimum=2)
         for rank in chain(*self.nodes, *(pair.processes for pair in self.pairs)):
             whole_number("a process", rank, minimum=0)

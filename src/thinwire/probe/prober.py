@@ -55,8 +55,8 @@ def probe(
 
     Args:
         group: The process group, None for the default one.
-        budget_seconds: About how long it may take. Larger messages than fit in it are left out; five
-            eighths are for averaging. If it is too short to tell the link's rate, the result says so.
+        budget_seconds: About how long it may take. Larger messages than fit in it are left out. If it is too
+            short to tell the link's rate, the result says so.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
             one, if NCCL carries its tensors; else the CPU.
         progress: Gets what is being measured, in words.
@@ -100,34 +100,30 @@ def compare_streams(counts: Sequence[int], measured: Probe) -> dict[int, float]:
         )
     # A tenth of a second each, so that latency is a small part of it.
     message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, measured.known_rate() / 10))) // 4 * 4
-    transports = {count: over_connections(interface, count) for count in counts}
+    probers = {count: Prober(over_connections(interface, count), torch.device("cpu")) for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
+    messages = [torch.zeros(message_bytes // 4) for _ in range(IN_FLIGHT)]
     for _ in range(STREAM_REPETITIONS + 1):
-        for count, transport in transports.items():
-            messages = [torch.zeros(message_bytes // 4) for _ in range(IN_FLIGHT)]
-            gather_numbers([0.0], transport, PURPOSE)  # all start together
-            start = time.perf_counter()
-            for work in [transport.mean(message, PURPOSE) for message in messages]:
-                work.wait()
-            seconds[count].append(_mean(time.perf_counter() - start, transport))
+        for count, prober in probers.items():
+            seconds[count].append(prober.average_once(*messages))
     sent_bits = 8 * IN_FLIGHT * message_bytes * ring_share(measured.world_size)
     # The first repetition finds out how fast connections are.
     return {count: sent_bits / median(repetitions[1:]) for count, repetitions in seconds.items()}
 
 
 def _mean(number: float, transport: ProcessGroupTransport) -> float:
-    """Return the mean of a number over the processes: the same on all. Collective."""
     return fmean(number for (number,) in gather_numbers([number], transport, PURPOSE))
 
 
 class Prober:
     """Times messages, as one of the processes."""
 
-    def __init__(self, transport: ProcessGroupTransport, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, transport: ProcessGroupTransport, device: torch.device, progress: Progress = lambda doing: None
+    ) -> None:
         self.transport, self.device, self.progress = transport, device, progress
 
     def time_averagings(self, budget_seconds: float) -> Iterator[Timing]:
-        """Time one message size after the other, as long as the time lasts."""
         end, shortest_seconds = time.perf_counter() + budget_seconds, math.inf
         for index, message_bytes in enumerate(MESSAGE_BYTES):
             # Sizes share the time alike, but the largest ones tell the rate of a link of long round trips.
@@ -152,15 +148,25 @@ class Prober:
             if _mean(missing_seconds, self.transport) > 0 and index > 0:
                 return
 
-    def average_once(self, message: torch.Tensor) -> float:
-        """Return the seconds of one averaging that all start together, their mean over the processes."""
+    def average_once(self, *messages: torch.Tensor) -> float:
+        """Return the seconds of averaging messages side by side, their mean over the processes."""
+        return fmean(self.seconds_of(lambda: [self.transport.mean(message, PURPOSE) for message in messages]))
+
+    def seconds_of(
+        self, start: Callable[[], Sequence[Work]], last: int = -1, late_seconds: float = 0.0
+    ) -> list[float]:
+        """Return each process's seconds of messages that all start together, but one that comes later."""
         # Together, or the first process would count its waiting for the others as the network's time.
         _mean(0.0, self.transport)
         wait_for(self.device)
-        start = time.perf_counter()
-        self.transport.mean(message, PURPOSE).wait()
+        if self.transport.rank == last:
+            time.sleep(late_seconds)
+        begun = time.perf_counter()
+        for work in start():
+            work.wait()
         wait_for(self.device)
-        return _mean(time.perf_counter() - start, self.transport)
+        seconds = time.perf_counter() - begun
+        return [taken for (taken,) in gather_numbers([seconds], self.transport, PURPOSE)]
 
     def time_collectives(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
         """Return how much longer other collectives take than averagings with as many bytes on the wire."""
@@ -175,31 +181,21 @@ class Prober:
         exchanged = torch.zeros_like(gathered)
         averaged = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
 
-        def seconds_of(start: Callable[[], Work]) -> float:
-            numbers = range(COLLECTIVE_REPETITIONS + 1)
-            timed = [self.time_with_one_late(number, start, late_seconds) for number in numbers]
+        def typical_seconds(start: Callable[[], Work]) -> float:
+            timed = []
+            for number in range(COLLECTIVE_REPETITIONS + 1):
+                last = number % self.transport.size  # from when it has come
+                timed.append(self.seconds_of(lambda: [start()], last, late_seconds)[last])
             return median(timed[1:])  # the first makes connections, as above
 
         self.progress(f"all-gather and all-to-all, {message_bytes:,} bytes")
-        averaging_seconds = seconds_of(lambda: self.transport.mean(averaged, PURPOSE))
-        gather_seconds = seconds_of(lambda: self.transport.all_gather(gathered, contribution, PURPOSE))
-        exchange_seconds = seconds_of(lambda: self.transport.all_to_all(exchanged, gathered, PURPOSE))
+        averaging_seconds = typical_seconds(lambda: self.transport.mean(averaged, PURPOSE))
+        gather_seconds = typical_seconds(lambda: self.transport.all_gather(gathered, contribution, PURPOSE))
+        exchange_seconds = typical_seconds(lambda: self.transport.all_to_all(exchanged, gathered, PURPOSE))
         return {
             "all_gather": max(1.0, gather_seconds / averaging_seconds),
             "all_to_all": max(1.0, exchange_seconds / averaging_seconds),
         }
-
-    def time_with_one_late(self, number: int, start: Callable[[], Work], late_seconds: float) -> float:
-        """Return the seconds of a collective from when the last process has come."""
-        last = number % self.transport.size
-        _mean(0.0, self.transport)
-        if self.transport.rank == last:
-            time.sleep(late_seconds)
-        begun = time.perf_counter()
-        start().wait()
-        wait_for(self.device)
-        everyone = gather_numbers([time.perf_counter() - begun], self.transport, PURPOSE)
-        return everyone[last][0]
 
     def largest_within(self, timings: list[Timing], seconds: float) -> int:
         """Return the largest message, of those timed, of which an averaging takes less than so long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from thinwire.comm import ProcessGroupTransport, machines_of
 from thinwire.errors import AgreementError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.settings import LossScale, loss_scale_of
+from thinwire.sync.settings import loss_scale_of
 
 # Enough that an overflow in the middle would show in the steps behind it.
 STEPS = 6
@@ -46,16 +46,13 @@ class CheckContext:
         )
 
     def expect(self, holds: bool, finding: str) -> None:
-        """Note a finding, unless it holds."""
         if not holds:
             self.findings.append(finding)
 
     def say(self, what: str) -> None:
-        """Print something about this process at once."""
         print(f"thinwire: process {self.transport.rank}: {what}", file=sys.stderr, flush=True)
 
     def gradient(self, step: int, process_rank: int | None = None) -> torch.Tensor:
-        """Return a process's gradient in a step, flat, of all parameters; this one's by default."""
         # Drawn on the CPU: the generators of other devices draw other numbers, and devices may differ.
         seed = 1000 * (self.transport.rank if process_rank is None else process_rank) + step
         numel = sum(spec.numel for spec in self.specs)
@@ -66,12 +63,8 @@ class CheckContext:
         gradients = [self.gradient(step, rank).double() for rank in range(self.transport.size)]
         return torch.stack(gradients).mean(0)
 
-    def engine(
-        self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
-    ) -> Engine:
-        """Return a new engine over the group."""
-        settings = Settings(loss_scale, is_skipped=loss_scale is not None, host_check=host_check)
-        return Engine(algorithm, self.transport, self.specs, settings, machines=self.machines)
+    def engine(self, algorithm: Algorithm, **settings: Any) -> Engine:
+        return Engine(algorithm, self.transport, self.specs, Settings(**settings), machines=self.machines)
 
     def average(self, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
         """Make one step, and return what it has made of the gradient, in place."""
@@ -116,7 +109,8 @@ def overflow_leaves_no_trace(context: CheckContext, *, host_check: bool) -> None
     """Check that an infinity on one process becomes NaN on all, which a GradScaler skips, and no more."""
     algorithm = PowerSGD(matrix_rank=2)
     plain = context.engine(algorithm)
-    hit = context.engine(algorithm, host_check=host_check, loss_scale=loss_scale_of(lambda: 1.0))
+    scaled = {"loss_scale": loss_scale_of(lambda: 1.0), "is_skipped": True}
+    hit = context.engine(algorithm, host_check=host_check, **scaled)
     for step in range(STEPS):
         if step == 3:
             gradient = context.gradient(99)

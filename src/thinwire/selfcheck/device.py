@@ -23,6 +23,9 @@ RANKS = (1, 4, 32)
 ALGORITHMS = [AllReduce(), Cast("bf16"), Quantize(bits=4), *(PowerSGD(matrix_rank=rank) for rank in RANKS)]
 UNTIMED_STEPS, TIMED_STEPS = 5, 5  # the first ones compile kernels, agree upon plans, and lay memory out
 
+# Of one H100 (docs/results.md, and tests/gpu_ready/test_launches.py).
+COST_WITHOUT_TRITON = "which take 20 times as long for 4 bits, and 11 times the launches for low rank"
+
 Row = dict[str, str | float]
 
 
@@ -48,11 +51,30 @@ def measure(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]]) -> 
             page[table].append({"of": name, **part()})
         except Exception as error:  # any: a page with a gap says more than none
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            page["failures"].append({"of": f"{table}, {name}", "why": why})
-            context.say(f"{table} of {name} failed: {why}")
-            if isinstance(error, CommunicationError):  # each further collective would wait in vain
+            is_lost = isinstance(error, CommunicationError)  # each further collective would wait in vain
+            instead = "" if is_lost else _instead(context, part)
+            page["failures"].append({"of": f"{table}, {name}", "why": why, "instead": instead})
+            context.say(f"{table} of {name} failed: {why}{instead and '; '}{instead}")
+            if is_lost:
                 break
     return page
+
+
+def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
+    """Return what would serve in place of kernels that fail, and what it costs."""
+    package = "Triton" if context.device.type == "cuda" else "Numba"
+    cost = COST_WITHOUT_TRITON if package == "Triton" else "about half as fast on one thread"
+    known, dispatch.backends = dispatch.backends, (dispatch.TORCH,)
+    try:
+        # Of several processes the others may not have failed, and would not come to a second try.
+        row = part() if context.transport.size == 1 else {}
+    except Exception:  # then it is not the kernels
+        return "PyTorch's kernels fail, too: nothing serves instead"
+    finally:
+        dispatch.backends = known
+    if "milliseconds" in row:
+        cost = f"{row['milliseconds']:.2f} ms a step"
+    return f"a training would end there; without {package} PyTorch's kernels serve, {cost}"
 
 
 def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -15,8 +15,8 @@ from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import Transport, gather_bytes
 from thinwire.comm.collectives import in_messages
-from thinwire.plan import ParameterSpec
-from thinwire.sync.partition import IntraNodePartition, Ranges
+from thinwire.plan import SHARD_MARK, ParameterSpec
+from thinwire.sync.partition import IntraNodePartition
 from thinwire.sync.state import (
     Cuts,
     Position,
@@ -24,8 +24,8 @@ from thinwire.sync.state import (
     StatePart,
     Tensors,
     check_model,
-    fitting,
     in_memory_order,
+    names_in,
     pack,
     tensors_to_save,
 )
@@ -49,16 +49,6 @@ class Pending:
     owner: Literal["all", "machine", "process"] = "all"
 
 
-class Remembered(NamedTuple):
-    """All that steps change, as it was at one time."""
-
-    memory: Memory
-    pending: Pending
-    held_ranges: dict[str, Ranges]  # parts of parameters, if processes of a machine share the work
-    unsynced_names: set[str]
-    nonfinite: tuple[int, list[torch.Tensor], torch.Tensor | int]
-
-
 class AlgorithmState:
     """Memory, what was loaded and waits for its bucket, and counts of steps."""
 
@@ -67,7 +57,6 @@ class AlgorithmState:
         specs: Iterable[ParameterSpec],
         inter_node: Transport,
         partition: IntraNodePartition | None,
-        num_parts: int,
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}  # all that are known, in the order of the model
         self.all_known = bool(self.specs)  # from the start
@@ -78,9 +67,9 @@ class AlgorithmState:
         self.torn = ""  # the step that has written memory, and whose means did not come
         self.loaded_digest: int | None = None  # of what was loaded last, for processes to compare
         self.unchecked: SavedState | None = None  # loaded, and no one knows yet whether of this model
-        self.inter_node, self.partition, self._num_parts = inter_node, partition, num_parts
-        self._unseen: list[torch.Tensor] = []  # which steps were healthy
-        self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
+        self.inter_node, self.partition = inter_node, partition
+        self._num_unseen = 0  # steps of which the host does not know whether they were healthy
+        self._unseen: list[torch.Tensor] = []  # which of them were, or how many
 
     # Steps.
 
@@ -89,57 +78,45 @@ class AlgorithmState:
         """Steps so far, those that were not finite included."""
         return self.memory.step + self.nonfinite_steps
 
-    def memory_at(self, step: int) -> Memory:
-        """Return the memory for a step, with the count that the algorithm goes by: of turns of all parts."""
-        # The same slots: what is written behind the commit is written for all parts.
-        return Memory((step - self.nonfinite_steps) // self._num_parts, self.memory.slots)
-
     def has(self, slots: Iterable[Slot]) -> bool:
         """Return whether something is in memory for some slots, or will be when its bucket comes."""
         return any(self.memory[slot] or self.pending.tensors.get(slot) for slot in slots)
 
     def count_unseen(self, is_healthy: torch.Tensor) -> None:
         """Count a step of which the host does not learn whether it was finite."""
-        # Added up where they are, since to read one makes the host wait; and seldom, since each sum is a
-        # launch.
+        self._num_unseen += 1
+        # Added up where they are, since to read one makes the host wait; and seldom: each sum is a launch.
         self._unseen.append(is_healthy)
         if len(self._unseen) == COUNTED_TOGETHER:
-            self._unseen_nonfinite, self._unseen = self._sum_of_unseen(), []
+            self._unseen = [self._sum_of_healthy()]
 
     def unseen_nonfinite_steps(self) -> int:
         """Return how many of those were not. Cost: a host synchronisation, if there were any."""
-        return int(self._sum_of_unseen())
+        return self._num_unseen - int(self._sum_of_healthy()) if self._unseen else 0
 
-    def _sum_of_unseen(self) -> torch.Tensor | int:
-        if not self._unseen:
-            return self._unseen_nonfinite
+    def _sum_of_healthy(self) -> torch.Tensor:
         device = self._unseen[-1].device
-        are_healthy = torch.stack([is_healthy.to(device) for is_healthy in self._unseen])
-        return (~are_healthy).sum() + self._unseen_nonfinite
+        return torch.stack([count.to(device, torch.int64) for count in self._unseen]).sum()
 
-    # Going back, as if the steps since then had not been made.
-
-    def remembered(self) -> Remembered:
-        """Return copies of all that steps change."""
+    def remembered(self) -> Callable[[], None]:
+        """Copy all that steps change; return a function that goes back, as if later ones were not made."""
+        memory = self.memory.copied({label for tensors in self.memory.slots.values() for label in tensors})
         pending = {
             slot: {label: tensor.clone() for label, tensor in tensors.items()}
             for slot, tensors in self.pending.tensors.items()
         }
-        return Remembered(
-            self.memory.copied({label for tensors in self.memory.slots.values() for label in tensors}),
-            Pending(pending, self.pending.owner),
-            {} if self.partition is None else dict(self.partition.held_ranges),
-            set(self.unsynced_names),
-            (self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite),
-        )
+        others = Pending(pending, self.pending.owner), set(self.unsynced_names)
+        counts = self.nonfinite_steps, self._num_unseen, list(self._unseen)
+        held_ranges = {} if self.partition is None else dict(self.partition.held_ranges)
 
-    def go_back(self, before: Remembered) -> None:
-        """Remember again what `remembered` has returned."""
-        self.memory.restore(before.memory)
-        self.pending, self.unsynced_names = before.pending, before.unsynced_names
-        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = before.nonfinite
-        if self.partition is not None:
-            self.partition.held_ranges = before.held_ranges
+        def go_back() -> None:
+            self.memory.restore(memory)
+            self.pending, self.unsynced_names = others
+            self.nonfinite_steps, self._num_unseen, self._unseen = counts
+            if self.partition is not None:
+                self.partition.held_ranges = held_ranges
+
+        return go_back
 
     # The residual.
 
@@ -251,7 +228,11 @@ class AlgorithmState:
             own = tensors_to_save(algorithm, memory, held, {})
             inside = partition.intra_node
             parts = parts_of_all(own, inside) if of_all else parts_of(own, inside.rank)
-            slots = assemble(own, parts, self.specs, partition.view_of)
+
+            def held_by(part: StatePart, whole: torch.Tensor) -> torch.Tensor:
+                return whole.as_strided((whole.numel(),), (1,))[partition.held_ranges[part.label][part.rank]]
+
+            slots = assemble(own, parts, self.specs, held_by)
             for slot, tensors in pending.items():
                 slots.setdefault(slot, {}).update(tensors)
         # The shapes of all parameters, as far as the loaded state or the model has them.
@@ -263,15 +244,19 @@ class AlgorithmState:
 
     def load(self, loaded: SavedState) -> None:
         """Go on from a checked state; if parameters are not known yet, the first step checks the model."""
-        loaded = fitting(loaded, self.specs if self.all_known else None)
         is_of_all = loaded.position is None
         self.memory, self.pending = Memory(loaded.step), Pending({}, "all" if is_of_all else "process")
         for slot, tensors in loaded.slots.items():
-            (self.pending.tensors if slot.is_elementwise else self.memory.slots)[slot] = dict(tensors)
+            taken = (self.pending.tensors if slot.is_elementwise else self.memory.slots)[slot] = {}
+            for label, tensor in tensors.items():
+                # Of these parameters, and of no single shard of one.
+                is_here = not self.all_known or self.specs.keys() >= names_in(label)
+                if is_here and SHARD_MARK not in label:
+                    taken[label] = tensor
         if self.partition is not None:
             self.partition.forget()
         self.may_remember, self.torn = True, ""
-        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
+        self.nonfinite_steps, self._num_unseen, self._unseen = loaded.skipped_steps, 0, []
         self.unsynced_names = set() if is_of_all else set(loaded.shapes)
         self.loaded_digest = loaded.digest
         self.unchecked = None if self.all_known else loaded

@@ -149,7 +149,6 @@ class BucketPlans:
         return self._buckets[specs]
 
     def open_buckets(self) -> Mapping[Specs, BucketState]:
-        """Return the buckets that are open."""
         return {specs: bucket for specs, bucket in self._buckets.items() if bucket.is_open}
 
     def open_all(self, devices: Mapping[BucketState, torch.device], *, is_agreed: bool = False) -> None:
@@ -231,10 +230,6 @@ class BucketPlans:
             self.move_to(device)
             self._compare(())
             self.has_agreed = True
-
-    def agree_on(self, call: str, purpose: str) -> None:
-        """Refuse a call where processes differ. Collective."""
-        agree(self.transport, self.described(call, self.device, has_progress=True), purpose)
 
     def _compare(self, buckets: Sequence[BucketState]) -> None:
         described = self.described("a step", self.device, has_progress=True)

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from thinwire.algorithms import Algorithm
-from thinwire.comm import Machines, Metered, Traffic, Transport
+from thinwire.algorithms import Algorithm, Memory
+from thinwire.comm import Machines, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.algorithm_state import AlgorithmState
@@ -63,7 +63,7 @@ class Engine:
         self.wire: Transport = self.metered  # `thinwire.testing` puts something else here between steps
         self.traffic = self.metered.traffic
         self.clock = StepClock() if clock is None else clock
-        self.state = AlgorithmState(specs, self.inter_node, self.partition, max(1, len(parts)))
+        self.state = AlgorithmState(specs, self.inter_node, self.partition)
         self.buckets = BucketPlans(algorithm, self.state, settings, transport, self.traffic, parts)
         self._weights: Weights | None = None
         if settings.weight is not None:
@@ -71,7 +71,7 @@ class Engine:
             self._weights = Weights(settings.weight, self.metered, intra_node)
         self.reporter = Reporter(self.buckets, self.traffic, self.clock)
         self.num_dry = 0  # contexts that are open
-        self._has_parts = len(parts) > 1
+        self._num_parts = max(1, len(parts))
         # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
 
@@ -126,10 +126,15 @@ class Engine:
                 step.drain()
                 self._steps.remove(step)
         # Count open steps too, so that errors of steps side by side name different numbers.
-        number = self.state.memory.step + self.state.nonfinite_steps + len(self._steps)
+        memory = self.state.memory
+        committed = memory.step + len(self._steps)
+        number = committed + self.state.nonfinite_steps
+        if self._num_parts > 1:
+            # An algorithm counts turns of all parts. The same slots: what is written, all parts see.
+            memory = Memory(committed // self._num_parts, memory.slots)
         step = Step(
             self.buckets,
-            self.state.memory_at(number) if self._has_parts else self.state.memory,
+            memory,
             CollectiveScheduler(
                 self.wire, f"step {number}", pipelined=pipelined and self.buckets.algorithm.pipelines_buckets
             ),
@@ -218,13 +223,14 @@ class Engine:
         """Return all that is remembered, the same on every process; see `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
         self.check_whole("state_dict()")
-        purpose = f"state_dict() after {self.steps} steps"
+        purpose, device = f"state_dict() after {self.steps} steps", self.buckets.device
         with full_precision(torch.device("cpu")):
             # First of all: if processes differ, none has changed its memory.
-            self.buckets.agree_on("state_dict()", purpose)
+            described = self.buckets.described("state_dict()", device, has_progress=True)
+            agree(self.transport, described, purpose)
             # Before the residual is averaged, which changes what they are made of.
             self.reporter.keep_errors()
-            return self.state.save(self.algorithm, self.buckets.device, purpose)
+            return self.state.save(self.algorithm, device, purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `save` returns, packed."""

@@ -11,7 +11,6 @@ import torch
 from thinwire.algorithms import Algorithm
 from thinwire.errors import AttachError, StateError, StepError
 from thinwire.plan import Plan
-from thinwire.sync.algorithm_state import Remembered
 from thinwire.sync.engine import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import Cuts, Position, SavedState, pack
@@ -32,7 +31,7 @@ class GradientSync:
         self._engine, self._detach = engine, detach
 
     def __str__(self) -> str:
-        """Return some lines to read: the algorithm, the plan's compression ratio, and what was done."""
+        """Return some lines: the algorithm, the plan's compression ratio, and what was done."""
         return str(self._engine.reporter)
 
     def __reduce__(self) -> NoReturn:
@@ -91,11 +90,10 @@ class GradientSync:
         writes it as safetensors, too.
 
         Cost: a gather of 32 bytes from each process, one exact average of all residuals (none if there was
-        no step since the last time), and a copy to the CPU. The average sends as much as exact averaging of
-        fp32 gradients: for 100 M parameters that have a residual 400 MB, or 32 s between two processes at 100
-        Mbit/s (`thinwire advise` tells it for your model and link; `local_state_dict` sends nothing).
-        `Quantize` and `Cast` have none. If other processes do not call it as well, it says so after 10 s, and
-        fails after the group's timeout.
+        no step since the last time), and a copy to the CPU. For 100 M parameters that have a residual that
+        is 400 MB, or 32 s between two processes at 100 Mbit/s (`thinwire advise` tells it for your model and
+        link; `local_state_dict` sends nothing). `Quantize` and `Cast` have none. If other processes do not
+        call it as well, it says so after 10 s, and fails after the group's timeout.
 
         Raises:
             StepError: A step is under way.
@@ -115,8 +113,7 @@ class GradientSync:
         (`thinwire.checkpoint.load_local` does the one or the other.) Of an FSDP2 model each has its own
         shards, and may be loaded on the same mesh.
 
-        Cost: a copy of what is remembered to the CPU. On machines of several processes
-        each state has zeros for the parts that other processes of the machine remember.
+        Cost: a copy of what is remembered to the CPU, with zeros for what other processes of a machine have.
 
         Raises:
             StepError: A step is under way.
@@ -134,10 +131,9 @@ class GradientSync:
     @property
     def position(self) -> Position:
         """Which process of how many this is, for a file of its own; see `thinwire.checkpoint.save_local`."""
-        engine, local_rank, local_size = self._engine, 0, 1
-        if engine.partition is not None:
-            local_rank, local_size = engine.partition.intra_node.rank, engine.partition.intra_node.size
-        return Position(engine.transport.rank, engine.transport.size, local_rank, local_size, engine.machines)
+        group, partition, machines = self._engine.transport, self._engine.partition, self._engine.machines
+        local = (0, 1) if partition is None else (partition.intra_node.rank, partition.intra_node.size)
+        return Position(group.rank, group.size, *local, machines)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
@@ -191,10 +187,10 @@ class GradientSync:
         dropped or replaced, what was remembered of them is wrong. At the end of this context all is as it was
         on entry: the residual, counts of steps, warm-up. The gradients stay.
 
-        The context gives a function, `keep`. Call it inside if the gradients are applied after all: then what
-        was remembered stays. All processes must decide alike, such as by the norm of the averaged gradients;
-        so use it outside of `thinwire.join` only. Cost: a copy of what is remembered while the context is
-        open, mostly 4 bytes for each parameter that has a residual.
+        The context gives a function, `keep`, to be called inside if the gradients are applied after all. All
+        processes must decide alike, such as by the norm of the averaged gradients; so use it outside of
+        `thinwire.join` only. Cost: a copy of what is remembered, mostly 4 bytes for each parameter that has a
+        residual.
 
         Raises:
             StepError: A step is under way.
@@ -218,14 +214,14 @@ class GradientSync:
         """
         engine = self._engine
         engine.check_between_steps("dry()", also_dry=False)
-        before: Remembered | None = engine.state.remembered()
+        go_back: Callable[[], None] | None = engine.state.remembered()
         opened, is_over = engine.buckets.open_buckets(), False
 
         def keep() -> None:
-            nonlocal before
+            nonlocal go_back
             if is_over:
                 raise StepError("keep() was called after its dry() had ended; call it inside")
-            before = None
+            go_back = None
 
         engine.num_dry += 1
         try:
@@ -233,8 +229,8 @@ class GradientSync:
         finally:
             engine.num_dry -= 1
             is_over = True
-            if before is not None:
-                engine.state.go_back(before)
+            if go_back is not None:
+                go_back()
                 # Buckets that were opened since then have made memory fit their plans.
                 if engine.buckets.open_buckets() != opened:
                     engine.buckets.close_all()

@@ -14,7 +14,7 @@ from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, R
 from thinwire.algorithms.registry import SLOTS
 from thinwire.comm import Transport, gather_bytes
 from thinwire.plan import ParameterSpec
-from thinwire.sync.state import StatePart, names_in
+from thinwire.sync.state import names_in
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -27,7 +27,6 @@ class _NothingPlan(BucketPlan):
     """The plan of a process that averages nothing of a bucket."""
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Send nothing: this process averages no part of the bucket."""
         yield Commit(all_finite, writes=False)
 
 
@@ -147,7 +146,7 @@ class BucketParts:
         return flat if len(self._slices) < 2 else torch.cat([flat[part] for part in self._slices])
 
     def own(self, by_rank: torch.Tensor) -> torch.Tensor:
-        """Return this process's part, a view."""
+        """Return this process's part: a view."""
         return by_rank.split_with_sizes(self.lengths)[self.local_rank]
 
     def write(self, flat: torch.Tensor, by_rank: torch.Tensor) -> None:
@@ -226,11 +225,10 @@ class IntraNodePartition:
     def _move(
         self, moved: dict[str, ParameterSpec], ranges: dict[str, Ranges], memory: Memory, on: torch.device
     ) -> None:
-        elementwise = {slot: tensors for slot, tensors in memory.slots.items() if slot.is_elementwise}
         own = [
             (slot.name, slot.is_local, name)
-            for slot, tensors in elementwise.items()
-            for name in moved.keys() & tensors.keys()
+            for slot, tensors in memory.slots.items()
+            for name in (moved.keys() & tensors.keys() if slot.is_elementwise else ())
         ]
         # A process may remember something of a kind of which the others have nothing.
         everyone = gather_bytes(json.dumps(own).encode(), self.intra_node, "who of a machine remembers what")
@@ -244,7 +242,3 @@ class IntraNodePartition:
             elements = ranges[name][self.intra_node.rank]
             if _length(elements):
                 tensors[name] = whole[elements].clone()
-
-    def view_of(self, part: StatePart, whole: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a parameter that a process of this machine holds, flat."""
-        return whole.as_strided((whole.numel(),), (1,))[self.held_ranges[part.label][part.rank]]

@@ -21,10 +21,7 @@ _lock, _num_inside, _restored = threading.Lock(), 0, ExitStack()
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Switch off autograd, inference mode, autocast and products in TF32 or bf16, while this is open.
-
-    Afterwards every setting of the user's is as it was.
-    """
+    """Switch off autograd, inference mode, autocast and products in TF32 or bf16, while this is open."""
     global _num_inside  # noqa: PLW0603
     with _lock:
         for backend in ("cuda", "mkldnn") if _num_inside == 0 else ():
@@ -54,12 +51,11 @@ def _set_full(backend: str) -> None:
         _restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
         return
-    # Torch tells only what is in effect, so the wider settings are put out of effect while it is asked for
-    # the products' own. The setting in effect, written back as their own, would outlive the wider one.
+    # Torch tells only what is in effect: the products' own setting shows while the wider ones are unset. The
+    # one in effect, written back as their own, would outlive the wider one.
     with ExitStack() as wider_restored:
         for wider in ("generic", backend):
             wider_restored.callback(_set_precision, wider, "all", _precision(wider, "all"))
             _set_precision(wider, "all", "none")
-        own = _precision(backend, "matmul")
-    _restored.callback(_set_precision, backend, "matmul", own)
+        _restored.callback(_set_precision, backend, "matmul", _precision(backend, "matmul"))
     _set_precision(backend, "matmul", "ieee")

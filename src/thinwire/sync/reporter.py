@@ -44,11 +44,9 @@ class Reporter:
     def __str__(self) -> str:
         buckets, plan = self._buckets, self.plan
         group, partition, shards = buckets.transport, buckets.partition, buckets.settings.health_group
-        where = (
-            f"{group.size} processes, of which this is {group.rank}"
-            if group.size > 1
-            else "this process alone"
-        )
+        where = f"{group.size} processes, of which this is {group.rank}"
+        if group.size == 1:
+            where = "this process alone"
         if partition is not None:
             inter_node, intra_node = buckets.inter_node, partition.intra_node
             where = f"{inter_node.size} machines of {intra_node.size} processes, of which this is process "
@@ -164,19 +162,13 @@ class Reporter:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
         if self._kept_errors is not None and self._kept_errors[0] == self.steps:
             return self._kept_errors[1]
-        diagnoses = [
-            diagnosis
-            for plan in self._buckets.plans
-            if (diagnosis := plan.diagnose(self._state.memory)) is not None
-        ]
-        if not diagnoses:
+        diagnoses = [plan.diagnose(self._state.memory) for plan in self._buckets.plans]
+        found = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+        if not found:
             return {}, {}
         # All in one tensor: each number read by itself would make the host wait for the device.
-        device = diagnoses[0].error_norms.device
-        numbers = [
-            torch.stack([diagnosis.relative_errors, diagnosis.error_norms]).to(device)
-            for diagnosis in diagnoses
-        ]
-        labels = [label for diagnosis in diagnoses for label in diagnosis.labels]
+        device = found[0].error_norms.device
+        numbers = [torch.stack([one.relative_errors, one.error_norms]).to(device) for one in found]
+        labels = [label for one in found for label in one.labels]
         relative, norms = (dict(zip(labels, row, strict=True)) for row in torch.cat(numbers, dim=1).tolist())
         return relative, norms

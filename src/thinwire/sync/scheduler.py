@@ -113,26 +113,20 @@ class CollectiveScheduler:
         # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
         if self._is_pipelined:
-            self._advance_earlier()
-
-    def _advance_earlier(self) -> None:
-        """Wait for what was sent up to the first message of the last bucket but one; send what comes next.
-
-        What was sent since then keeps the link busy meanwhile, and for longer than members are apart.
-        """
-        # Decide by what was started, not by what arrived, so every member sends in the same order.
-        previous, self._previous = self._previous, self._rounds[-1]
-        while previous in self._rounds:
-            self._advance_first()
+            # Wait for what was sent up to the first message of the last bucket but one: what was sent since
+            # then keeps the link busy meanwhile, and for longer than members are apart. Decide by what was
+            # started, not by what arrived, so every member sends in the same order.
+            previous, self._previous = self._previous, self._rounds[-1]
+            while previous in self._rounds:
+                self._advance_first()
 
     def _advance_first(self) -> bool:
         """Wait for the round that was sent first, and send what its buckets ask for next, alone."""
         if self._rounds:
             first = self._rounds.pop(0)
             bucket = first.tasks[0].bucket
-            self._wait([first], bucket)
             with profiler_range(f"thinwire: next round of {bucket}"):
-                waiting = self._answer([first], first.tasks)
+                waiting = self._receive([first], first.tasks, bucket)
                 if waiting:
                     self._send(waiting, f"{self.name}, a later round of the bucket of {bucket}")
         return bool(self._rounds)
@@ -151,12 +145,11 @@ class CollectiveScheduler:
 
     def advance(self) -> bool:
         """Wait for the round under way and send the next one, of all buckets together; see `Step.advance`."""
-        self._wait(self._rounds, f"round {self._number}")
-        self._number += 1
-        with profiler_range(f"thinwire: round {self._number}"):
+        with profiler_range(f"thinwire: round {self._number + 1}"):
             # All before anything is sent: so the next messages of all buckets travel as one.
-            rounds, self._rounds, self._previous = self._rounds, [], None
-            waiting = self._answer(rounds, self.tasks)
+            waiting = self._receive(self._rounds, self.tasks, f"round {self._number}")
+            self._rounds, self._previous = [], None
+            self._number += 1
             if self._closing:
                 self.writes = True
                 types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
@@ -173,11 +166,10 @@ class CollectiveScheduler:
 
     def collect(self) -> None:
         """Wait for the messages under way, in turn; buckets come to their next ones, not sent yet."""
-        rounds, self._rounds, self._previous = self._rounds, [], None
-        for round_ in rounds:
-            self._wait([round_], round_.tasks[0].bucket)
-            with profiler_range(f"thinwire: average of {round_.tasks[0].bucket}"):
-                self._answer([round_], round_.tasks)
+        while self._rounds:
+            first = self._rounds.pop(0)
+            with profiler_range(f"thinwire: average of {first.tasks[0].bucket}"):
+                self._receive([first], first.tasks, first.tasks[0].bucket)
 
     def send_last_first(self) -> None:
         """Send what buckets stand at, that of the last bucket first: the next forward pass begins there."""
@@ -188,24 +180,19 @@ class CollectiveScheduler:
     def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and let that bucket pass its commit."""
         for round_ in [round_ for round_ in self._rounds if task in round_.tasks]:
-            self._wait([round_], task.bucket)
+            self._receive([round_], round_.tasks, task.bucket)
             self._rounds.remove(round_)
-            self._answer([round_], round_.tasks)
         with profiler_range(f"thinwire: decode {task.bucket}"):
             self.commit([task])
 
-    def _wait(self, rounds: Sequence[Round], what: str) -> None:
+    def _receive(self, rounds: Sequence[Round], tasks: Sequence[Task], what: str) -> list[Task]:
+        """Wait for rounds, and answer tasks; return those that then stand at a message."""
         with profiler_range(f"thinwire: wait for {what}"):
             for round_ in rounds:
                 for work in round_.works:
                     work.wait()
-
-    def _answer(self, rounds: Sequence[Round], tasks: Sequence[Task]) -> list[Task]:
-        """Hand tasks what has come; return those that then stand at a message."""
         for round_ in rounds:
             round_.answer()
-            # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
-            round_.packed, round_.works = [], []
         _compute_jointly(tasks)
         waiting = []
         for task in tasks:
@@ -326,8 +313,8 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
 class Packed(NamedTuple):
     """Requests of one collective, type and device, as one message."""
 
-    owners: list[tuple[int, int]]  # the task of the round, and which of its requests
     message: comm.Message
+    asked: list[tuple[list[Any], int]]  # to whose answers it belongs, and as which of them
     widths: list[int]  # of the answers, along the last dimension
 
 
@@ -336,20 +323,24 @@ class Round:
 
     def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
-        kinds: dict[str, list[tuple[int, int, CollectiveRequest]]] = {}
-        for number, task in enumerate(tasks):
+        self._answers: list[tuple[Task, list[Any]]] = []
+        kinds: dict[str, list[tuple[list[Any], int, CollectiveRequest]]] = {}
+        for task in tasks:
             requests = task.request if isinstance(task.request, tuple) else (task.request,)
-            for index, request in enumerate(() if isinstance(task.request, Commit) else requests):
-                sent = _checked(request, num_members, task.requests)
-                kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
-                kinds.setdefault(kind, []).append((number, index, sent))
+            if not isinstance(task.request, Commit):
+                answers: list[Any] = [None] * len(requests)
+                self._answers.append((task, answers))
+                for index, request in enumerate(requests):
+                    sent = _checked(request, num_members, task.requests)
+                    kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
+                    kinds.setdefault(kind, []).append((answers, index, sent))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
         # follows from what is asked for: not from which bucket asked first.
         for kind in sorted(kinds):
-            owners, tensors, widths = [], [], []
-            for number, index, sent in kinds[kind]:
-                owners.append((number, index))
+            tensors, asked, widths = [], [], []
+            for answers, index, sent in kinds[kind]:
                 tensors.append(sent.tensor)
+                asked.append((answers, index))
                 widths.append(sent.tensor.shape[-1])
             if isinstance(sent, Mean):
                 # One alone is not copied, so its mean comes to lie where the request was.
@@ -363,22 +354,19 @@ class Round:
                     message = comm.Message("all_gather", flat, gathered, purpose)
                 else:
                     message = comm.Message("all_to_all", flat, torch.empty_like(flat), purpose)
-            self.packed.append(Packed(owners, message, widths))
+            self.packed.append(Packed(message, asked, widths))
 
     def answer(self) -> None:
         """Hand its tasks what has come."""
-        answers: dict[int, dict[int, torch.Tensor]] = {}  # by task and request
-        for owners, message, widths in self.packed:
+        for message, asked, widths in self.packed:
             received = message.output
-            parts = (received,) if len(owners) == 1 else received.split_with_sizes(widths, dim=-1)
-            for (number, index), part in zip(owners, parts, strict=True):
-                answers.setdefault(number, {})[index] = part
-        for number, task in enumerate(self.tasks):
-            of_task = answers.get(number, {})
-            if isinstance(task.request, tuple):
-                task.answer(tuple(map(of_task.__getitem__, range(len(of_task)))))
-            elif of_task:
-                task.answer(of_task[0])
+            parts = (received,) if len(asked) == 1 else received.split_with_sizes(widths, dim=-1)
+            for (answers, index), part in zip(asked, parts, strict=True):
+                answers[index] = part
+        for task, answers in self._answers:
+            task.answer(tuple(answers) if isinstance(task.request, tuple) else answers[0])
+        # A message keeps its buffers alive, and a Gloo work its group's threads.
+        self.packed, self.works, self._answers = [], [], []
 
 
 def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRequest:

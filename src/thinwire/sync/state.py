@@ -18,6 +18,7 @@ import ctypes
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,7 +35,6 @@ FORMAT_0_2 = 4  # of Thinwire 0.2: read by this version, not by the next one
 NAMES_IN_0_2 = {"rank": "member", "world_size": "members", "local_rank": "place", "local_size": "places"}
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 EARLIER, SAME_MODEL = "load an earlier state", "load the state of the same model"  # what errors advise
 
 Tensors: TypeAlias = dict[Slot, dict[str, torch.Tensor]]
@@ -127,16 +127,25 @@ def updated(state: Any) -> Any:
 
 
 def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
-    """Return what was saved, also by 0.2, once names, shapes and types are checked; a copy of its tensors.
-
-    Args:
-        state: Of `state_dict` or `local_state_dict`.
-        slots: Those of the algorithm in use.
-    """
-    known = {**SLOTS, **{slot.name: slot for slot in slots}}
+    """Return what was saved, also by 0.2, checked; a copy of its tensors. `slots`: the algorithm's in use."""
     with damage_named():
-        loaded = _unpacked(state, known)
-        _check_inside(loaded)
+        loaded = _unpacked(state, {**SLOTS, **{slot.name: slot for slot in slots}})
+        for slot, tensors in loaded.slots.items():
+            for label, tensor in tensors.items():
+                listed, is_listed = (
+                    loaded.shapes.get(label, "nothing"),
+                    loaded.shapes.keys() >= names_in(label),
+                )
+                if not is_listed or (slot.is_elementwise and listed != tensor.shape):
+                    raise StateError(
+                        f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of "
+                        f"parameters says {listed}; {EARLIER}"
+                    )
+                if (
+                    slot.check is not None and SHARD_MARK not in label
+                ):  # of a shard, whose shape is not listed
+                    slot.check(label, tensor, loaded.shapes)
+            check_finite(slot.name, tensors)
     return loaded
 
 
@@ -194,25 +203,9 @@ def position_of(state: Mapping[str, Any]) -> Position | None:
 def _copied(tensor: object) -> torch.Tensor:
     """Return a copy, for the user may go on with the state; at least of 32 bits, as memory is."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
-        raise StateError(
-            f"expected floating tensors of 16, 32 or 64 bits, got {shown_kind(tensor)}; {EARLIER}"
-        )
+        got = _kind(tensor)
+        raise StateError(f"expected floating tensors of 16, 32 or 64 bits, got {got}; {EARLIER}")
     return tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True)
-
-
-def _check_inside(loaded: SavedState) -> None:
-    """Refuse tensors that are not of the parameters that are listed, not of their shapes, or not finite."""
-    for slot, tensors in loaded.slots.items():
-        for label, tensor in tensors.items():
-            listed, is_listed = loaded.shapes.get(label, "nothing"), loaded.shapes.keys() >= names_in(label)
-            if not is_listed or (slot.is_elementwise and listed != tensor.shape):
-                raise StateError(
-                    f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of "
-                    f"parameters says {listed}; {EARLIER}"
-                )
-            if slot.check is not None and SHARD_MARK not in label:  # of a shard, whose shape is not listed
-                slot.check(label, tensor, loaded.shapes)
-        check_finite(slot.name, tensors)
 
 
 def _digest(loaded: SavedState) -> int:
@@ -234,7 +227,7 @@ def digest_of(value: object, crc: int = 0) -> int:
     """
     if isinstance(value, torch.Tensor):
         # A class of its own may have no memory at its address, as states of 8-bit optimizers.
-        if type(value) not in PLAIN_TYPES:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise StateError(f"the state has a {type(value).__name__}, expected plain tensors; {EARLIER}")
         held = value.detach().cpu().contiguous()
         crc = zlib.crc32(f"{tuple(held.shape)} {held.dtype}".encode(), crc)
@@ -244,16 +237,14 @@ def digest_of(value: object, crc: int = 0) -> int:
     if isinstance(value, Mapping):
         value = sorted(value.items(), key=lambda item: str(item[0]))
     if isinstance(value, list | tuple):
-        for item in value:
-            crc = digest_of(item, crc)
-        return crc
+        return reduce(lambda crc, item: digest_of(item, crc), value, crc)
     return zlib.crc32(repr(value).encode(), crc)
 
 
 def check_kind(state: object, keys: Set[str], made_by: str) -> None:
     """Refuse a value that is no state, or one of a different version; it may have more keys than those."""
     if not isinstance(state, Mapping) or not state.keys() >= keys:
-        raise StateError(f"expected a state made by {made_by}, got {shown_kind(state)}")
+        raise StateError(f"expected a state made by {made_by}, got {_kind(state)}")
     if not isinstance(state["version"], int) or state["version"] not in (FORMAT_0_2, FORMAT):
         raise StateError(
             f"the state is of version {state['version']!r}, this Thinwire reads version {FORMAT} and 0.2's; "
@@ -261,8 +252,7 @@ def check_kind(state: object, keys: Set[str], made_by: str) -> None:
         )
 
 
-def shown_kind(value: object) -> str:
-    """Return the kind of a value, in a few words."""
+def _kind(value: object) -> str:
     if isinstance(value, Mapping):
         return f"a mapping with keys {sorted(map(str, value))[:8]}"
     if isinstance(value, torch.Tensor):
@@ -281,8 +271,7 @@ def check_model(
     loaded: SavedState, specs: Mapping[str, ParameterSpec], *, strict: bool = True, by_position: bool = False
 ) -> None:
     """Refuse the state of a different model."""
-    here = {name: spec.shape for name, spec in specs.items()}
-    missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
+    missing, unknown = specs.keys() - loaded.shapes.keys(), loaded.shapes.keys() - specs.keys()
     # A state saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
@@ -290,9 +279,10 @@ def check_model(
         differs += [f"the state has no {_first(missing)}"] if missing else []
         words = f"the state is of a different model: {', and '.join(differs)}"
         raise StateError(f"{words}; {SAME_MODEL}{remedy}")
-    for name, shape in here.items():
-        if (saved := loaded.shapes.get(name, shape)) != shape:
-            raise StateError(f"{name} has shape {saved} in the state and {shape} in the model; {SAME_MODEL}")
+    for name, spec in specs.items():
+        if (saved := loaded.shapes.get(name, spec.shape)) != spec.shape:
+            shapes = f"{saved} in the state and {spec.shape} in the model"
+            raise StateError(f"{name} has shape {shapes}; {SAME_MODEL}")
 
 
 def check_position(saved_by: Position, here: Position | None) -> None:
@@ -306,24 +296,11 @@ def check_position(saved_by: Position, here: Position | None) -> None:
         )
 
 
-def fitting(loaded: SavedState, specs: Mapping[str, ParameterSpec] | None) -> SavedState:
-    """Return the part of a state that is of these parameters (None: any), and of no single shard of one."""
-
-    def fits(label: str) -> bool:
-        return SHARD_MARK not in label and (specs is None or specs.keys() >= names_in(label))
-
-    slots = {
-        slot: {label: tensor for label, tensor in tensors.items() if fits(label)}
-        for slot, tensors in loaded.slots.items()
-    }
-    return loaded._replace(slots=slots)
-
-
 def in_memory_order(
     slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device
 ) -> torch.Tensor:
     """Return an elementwise tensor as memory holds it: flat, in the parameter's order of memory and type."""
-    # It may come to light only here: of an adapter that learns its parameters bucket by bucket.
+    # Some adapters learn their parameters bucket by bucket, so it may come to light only here.
     if tuple(tensor.shape) != spec.shape:
         shapes = f"shape {tuple(tensor.shape)}, the model's parameter {spec.shape}"
         raise StateError(f"the state's {slot.name} of {spec.name} has {shapes}; {SAME_MODEL}")
@@ -337,7 +314,6 @@ def names_in(label: str) -> set[str]:
 
 
 def _first(names: Iterable[str]) -> str:
-    """Return the first few names, to be shown."""
     listed = sorted(names)
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 

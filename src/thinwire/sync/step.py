@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 from thinwire.algorithms import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import Traffic, true_for_all
-from thinwire.errors import StepError
+from thinwire.comm import Traffic, Transport, Work, true_for_all
+from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
-from thinwire.sync.intra_node import IntraNodeReduces
 from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, profiler_range
 from thinwire.sync.streams import refuse_capture
 from thinwire.sync.unused import UnusedParameters
-from thinwire.sync.weights import Share, Weights
+from thinwire.sync.weights import Share, Weights, multiply
 from thinwire.tensors import accelerators
 
 ENDED = "this step has ended; begin a new one"
@@ -49,20 +48,21 @@ class Step:
         self._buckets: list[BucketState] = []  # in the order in which they were started
         # Counts those sent. New buckets, and those that came after one, wait until processes are compared.
         self._num_sent = 0
+        # On a machine of several processes: buckets in the order of local ranks, reduced inside of it.
+        self._reduces: list[tuple[torch.Tensor, Work]] = []
+        self._num_reduced = 0  # those that were waited for
         self._has_all = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._weights = weights  # None if all processes count alike
-        self._share: Share | None = None
-        self._reduces: IntraNodeReduces | None = None
+        self._share: Share | None = None  # of this process
+        self._intra_node = None if plans.partition is None else plans.partition.intra_node
         self._unused: UnusedParameters | None = None
-        state, partition = plans.state, plans.partition
-        if partition is not None:
-            self._reduces = IntraNodeReduces(partition.intra_node, traffic, self._name)
         if plans.settings.may_be_unused:
             # The same on all processes, and once for all buckets. What was loaded becomes memory bucket by
             # bucket: if the first one has no residual, a later one may. The first step after a warm-up has
             # none, and leaves one. On a machine all processes ask each other.
-            has_residual = state.has([ERROR]) if partition is None else state.may_remember
+            state = plans.state
+            has_residual = state.has([ERROR]) if self._intra_node is None else state.may_remember
             if has_residual or plans.algorithm.remembers:
                 self._unused = UnusedParameters()
 
@@ -81,8 +81,7 @@ class Step:
     def start(self, bucket: BucketState, flat: torch.Tensor, used: Sequence[bool] | None = None) -> None:
         """Send the first message of a bucket whose gradients are ready, and return.
 
-        Which of its parameters were `used` on this process counts if the settings have `may_be_unused`; None
-        for those whose gradient is not zero.
+        Which of its parameters were `used` here counts with `may_be_unused`; None: by gradients not zero.
         """
         if not self.is_open:
             raise StepError(ENDED)
@@ -122,15 +121,31 @@ class Step:
         self._num_sent += 1
         # Not before: in the first step processes have compared their settings by now.
         if self._weights is not None:
-            self._share = self._share or self._weights.share(self._name)
-            self._share.apply(bucket.flat)
-        if self._reduces is None:
+            has_samples, scale = self._share = self._share or self._weights.share(self._name)
+            # A mean over no samples may be NaN, which nothing makes zero by multiplying.
+            if not has_samples:
+                bucket.flat.zero_()
+            multiply(bucket.flat, scale)
+        if self._intra_node is None or bucket.parts is None:
             self._send_part(bucket, bucket.flat)
-        else:
-            # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
-            self._reduces.start(bucket)
-            for reduced, part in self._reduces.take(but_last=True):
-                self._send_part(reduced, part)
+            return
+        # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
+        by_rank = bucket.parts.by_rank(bucket.flat)
+        purpose = f"{self._name}, the mean inside of the machine of the bucket of {bucket.specs[0].name}"
+        work = self._intra_node.scatter_mean(by_rank, bucket.parts.lengths, purpose)
+        self._traffic.inside_bytes += bucket.parts.inside_bytes
+        self._reduces.append((by_rank, work))
+        self._send_reduced(self._num_sent - 1)
+
+    def _send_reduced(self, end: int) -> None:
+        """Wait for the machine's mean of the first `end` buckets, in order; send what this rank averages."""
+        while self._num_reduced < end:
+            bucket, (by_rank, work) = self._buckets[self._num_reduced], self._reduces[self._num_reduced]
+            with self._traffic.waiting():
+                work.wait()
+            self._num_reduced += 1
+            assert bucket.parts is not None
+            self._send_part(bucket, bucket.parts.own(by_rank))
 
     def _send_part(self, bucket: BucketState, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
@@ -153,6 +168,12 @@ class Step:
         is sent in between must be in the same order everywhere. Returns whether there is a round under way;
         if not, only `finish` is left to do.
         """
+        with self._all_sent():
+            return self._scheduler.advance()
+
+    @contextmanager
+    def _all_sent(self) -> Iterator[None]:
+        """Send all buckets first; an error ends the step."""
         if not self.is_open:
             raise StepError(ENDED)
         # The last gradients were ready when their bucket was started, and all since then is exposed.
@@ -160,7 +181,7 @@ class Step:
             try:
                 if not self._has_all:
                     self._send_rest()
-                return self._scheduler.advance()
+                yield
             except BaseException:
                 self.abandon()
                 raise
@@ -180,18 +201,13 @@ class Step:
             self._state.check_loaded()
         for bucket in waiting:
             self._send(bucket)
-        for bucket, part in self._reduces.take(but_last=False) if self._reduces is not None else ():
-            self._send_part(bucket, part)
+        if self._reduces:
+            self._send_reduced(len(self._reduces))
         if self._unused is not None:
-            partition = self._plans.partition
-            inside = None if partition is None else partition.intra_node
             # One message for all buckets, which travels with their second.
-            self._scheduler.close_with(self._unused.run(self._memory, self._parts, inside, self._name))
-
-    @property
-    def _parts(self) -> list[Bucket]:
-        """The parts of the buckets that this process averages."""
-        return [bucket.part for bucket in self._buckets]
+            parts = [bucket.part for bucket in self._buckets]
+            requests = self._unused.run(self._memory, parts, self._intra_node, self._name)
+            self._scheduler.close_with(requests)
 
     def finish(self) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as is known.
@@ -199,49 +215,50 @@ class Step:
         If a mean was not finite, it was not: memory is as it was, and all gradients are NaN, so that a
         `GradScaler` skips the step, or zeros (`on_nonfinite`).
         """
-        if not self.is_open:
-            raise StepError(ENDED)
-        on_cpu, is_under_way = self._plans.device.type == "cpu", True
-        with self._working(are_ready=False):
-            try:
-                if not self._has_all:
-                    self._send_rest()
-                while is_under_way:
-                    # Answers are written while the last messages travel: an accelerator does that
-                    # anyway. `advance` does not: a caller that drops a step there may need its gradients.
-                    if on_cpu:
-                        self._scheduler.commit_early()
-                    is_under_way = self._scheduler.advance_next()
-                with profiler_range("thinwire: commit"):
-                    committed = self._commit()
-                if self._reduces is not None:
-                    self._reduces.gather()
-                    # Count as planned: none knows what the others of the machine have sent.
-                    is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
-                    planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
-                    self._traffic.machine_bytes += planned_bytes if is_warm else self.gradient_bytes
-                # After the commit: plans go by the count of the steps before theirs.
-                self._count(committed=committed)
-            finally:
-                # Closes the generators of buckets that did not commit: they must not write later.
-                self.abandon()
+        with self._all_sent():
+            on_cpu, is_under_way = self._plans.device.type == "cpu", True
+            while is_under_way:
+                # Answers are written while the last messages travel: an accelerator does that
+                # anyway. `advance` does not: a caller that drops a step there may need its gradients.
+                if on_cpu:
+                    self._scheduler.commit_early()
+                is_under_way = self._scheduler.advance_next()
+            with profiler_range("thinwire: commit"):
+                committed = self._commit()
+            if self._intra_node is not None:
+                self._gather(self._intra_node)
+            # After the commit: plans go by the count of the steps before theirs.
+            self._count(committed=committed)
+            # Closes the generators of buckets that did not commit: they must not write later.
+            self.abandon()
         # Only now: an observer may save the state or begin a step, and this one is no longer in the way.
         self._clock.end_step()
         self._ended(self, committed)
         return committed
 
+    def _gather(self, intra_node: Transport) -> None:
+        """Bring the means of all parts to all local ranks; what was not committed, as well."""
+        gathers = []
+        for bucket, (by_rank, _) in zip(self._buckets, self._reduces, strict=True):
+            assert bucket.parts is not None
+            purpose = f"{self._name}, the means of the bucket of {bucket.specs[0].name}"
+            work = intra_node.gather_parts(by_rank, bucket.parts.lengths, purpose)
+            gathers.append((bucket.parts, bucket.flat, by_rank, work))
+        for parts, flat, by_rank, work in gathers:
+            with self._traffic.waiting():
+                work.wait()
+            parts.write(flat, by_rank)
+        # Count as planned: none knows what the others of the machine have sent.
+        is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
+        planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
+        self._traffic.machine_bytes += planned_bytes if is_warm else self.gradient_bytes
+
     # `overlap_forward` goes bucket by bucket, without a decision on all: its plans write no memory.
 
     def collect(self) -> list[Task]:
         """Wait for all first messages; return buckets' tasks, which stand at their second one."""
-        with self._working(are_ready=False), self._exposed():
-            try:
-                if not self._has_all:
-                    self._send_rest()
-                self._scheduler.collect()
-            except BaseException:
-                self.abandon()
-                raise
+        with self._all_sent(), self._exposed():
+            self._scheduler.collect()
         return self._scheduler.tasks
 
     def send_means(self) -> None:
@@ -287,7 +304,7 @@ class Step:
         state, settings, tasks = self._state, self._plans.settings, self._scheduler.tasks
         # Does anybody want to know if the step is healthy? The same on all processes.
         must_ask = settings.on_nonfinite != "nan"
-        if self._reduces is not None:
+        if self._intra_node is not None:
             must_ask |= state.may_remember
         else:
             must_ask |= settings.health_group is not None or self._scheduler.writes
@@ -296,16 +313,17 @@ class Step:
             self._write(tasks)
             return True
         is_healthy, remembers = self._is_healthy()
+        parts = [bucket.part for bucket in self._buckets]
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             state.count_unseen(is_healthy)
             device, gates = is_healthy.device, [task.gate for task in tasks]
             is_on_device = all(gate is not None and gate.commits_on_device for gate in gates)
-            is_on_device &= all(part.flat.device == device for part in self._parts)
+            is_on_device &= all(part.flat.device == device for part in parts)
             # On the CPU it makes no one wait to ask.
             if is_on_device and accelerators.is_accelerator(device):
                 self._write(tasks, is_healthy)
-                for part in self._parts if fill == 0 else ():  # else each has made its own NaN
+                for part in parts if fill == 0 else ():  # else each has made its own NaN
                     part.flat.masked_fill_(~is_healthy, fill)
                 return True
         with self._traffic.waiting():  # for an accelerator
@@ -315,7 +333,7 @@ class Step:
         if committed:
             self._write(tasks)
             self._scheduler.commit_closing()
-        for part in () if committed else self._parts:
+        for part in () if committed else parts:
             part.flat.fill_(fill)
         return committed or not settings.host_check
 
@@ -331,7 +349,7 @@ class Step:
         # Computed from what all members have received alike: all find the same, and need not ask each other.
         is_healthy, purpose = self._scheduler.is_healthy(), f"{self._name}, whether it is healthy"
         group = self._plans.settings.health_group
-        if self._reduces is None or group is None:
+        if self._intra_node is None or group is None:
             # Other shards have received other messages, so they do ask.
             return is_healthy if group is None else true_for_all(is_healthy, group, purpose), None
         # So do local ranks, which have averaged other parts.
@@ -350,12 +368,12 @@ class Step:
         self._scheduler.close()
         for bucket in self._buckets if self.is_open else ():
             bucket.is_in_flight, bucket.flat, bucket.part = False, NO_GRADIENTS.flat, NO_GRADIENTS
-        if self._reduces is not None:
-            self._reduces.forget_taken()  # they are as large as the gradients
-        self.is_open = False
+        del self._reduces[: self._num_reduced]  # they are as large as the gradients
+        self._num_reduced, self.is_open = 0, False
 
     def drain(self) -> None:
         """Wait for the messages that were under way when the step was abandoned."""
-        if self._reduces is not None:
-            self._reduces.drain()
+        for _, work in self._reduces:
+            with suppress(CommunicationError):
+                work.wait()
         self._scheduler.drain()

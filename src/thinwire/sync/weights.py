@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -39,18 +39,8 @@ def multiply(flat: torch.Tensor, scale: torch.Tensor) -> None:
     flat.mul_(scale.to(torch.promote_types(flat.dtype, torch.float32)))
 
 
-class Share(NamedTuple):
-    """By how much a process's gradients count in a step's means."""
-
-    has_samples: bool
-    scale: torch.Tensor  # shape ()
-
-    def apply(self, flat: torch.Tensor) -> None:
-        """Scale gradients in place."""
-        # A mean over no samples may be NaN, which nothing makes zero by multiplying.
-        if not self.has_samples:
-            flat.zero_()
-        multiply(flat, self.scale)
+Share: TypeAlias = tuple[bool, torch.Tensor]
+"""Whether this process has samples, and by what its gradients are scaled before a step's means; shape ()."""
 
 
 class Weights:
@@ -84,7 +74,7 @@ class Weights:
                 "no process has any" if total.item() == 0 else "another process's is no number of at least 0"
             )
             raise StepError(f"{step}: weights can't be shares, {got}; nothing was averaged")
-        share = Share(number > 0, (number or 1.0) * self._size / total)
+        share = number > 0, (number or 1.0) * self._size / total
         if not callable(self._weight):
             self._fixed = share
         return share

@@ -28,6 +28,18 @@ def to_device_async(device: torch.device, made: torch.Tensor) -> torch.Tensor:
     return made.to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
+class DeviceCopies(dict[torch.device, torch.Tensor]):
+    """A host tensor by device: copied there once, since the host may have to wait for a copy."""
+
+    def __init__(self, on_host: torch.Tensor) -> None:
+        super().__init__()
+        self._on_host = on_host
+
+    def __missing__(self, device: torch.device) -> torch.Tensor:
+        copied = self[device] = self._on_host.to(device)
+        return copied
+
+
 def wait_for(device: torch.device) -> None:
     """Return when a device has done what was handed to it; its calls return long before that."""
     if device.type != "cpu":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 import torch
+
+from thinwire.tensors.accelerators import DeviceCopies
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,6 @@ class Blocks:
     numels: tuple[int, ...]
     block: int
     num_members: int
-    # Kept by device: made again in each step they would be copied there from the host each time.
-    _lengths: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    _firsts: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -69,25 +68,22 @@ class Blocks:
         ends = [min(rank * self.share, self.total) for rank in range(self.num_members + 1)]
         return tuple(map(slice, ends[:-1], ends[1:]))
 
-    def lengths(self, device: torch.device) -> torch.Tensor:
-        """Return the elements of each block, int64, on a device; made once for each."""
-        if device not in self._lengths:
-            lengths = torch.full((self.total,), self.block)
-            for numel, end in zip(self.numels, self.starts[1:], strict=True):
-                if numel % self.block:
-                    lengths[end - 1] = numel % self.block
-            self._lengths[device] = lengths.to(device)
-        return self._lengths[device]
+    @cached_property
+    def lengths(self) -> DeviceCopies:
+        """The elements of each block, int64."""
+        lengths = torch.full((self.total,), self.block)
+        for numel, end in zip(self.numels, self.starts[1:], strict=True):
+            if numel % self.block:
+                lengths[end - 1] = numel % self.block
+        return DeviceCopies(lengths)
 
-    def firsts(self, device: torch.device) -> torch.Tensor:
-        """Return where each block begins in the flat tensors, int64, on a device; made once for each."""
-        if device not in self._firsts:
-            offsets = list(accumulate(self.numels, initial=0))[:-1]
-            # After a tensor whose last block is short, blocks begin earlier by what it lacks.
-            lags = [offset - self.block * first for offset, first in zip(offsets, self.starts, strict=False)]
-            firsts = self.block * torch.arange(self.total) + self.spread(lags)
-            self._firsts[device] = firsts.to(device)
-        return self._firsts[device]
+    @cached_property
+    def firsts(self) -> DeviceCopies:
+        """Where each block begins in the flat tensors, int64."""
+        # After a tensor whose last block is short, blocks begin earlier by what it lacks.
+        offsets = accumulate(self.numels, initial=0)
+        lags = [offset - self.block * first for offset, first in zip(offsets, self.starts[:-1], strict=False)]
+        return DeviceCopies(self.block * torch.arange(self.total) + self.spread(lags))
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a row for each block, short ones filled up with zeros: a view if none is short."""

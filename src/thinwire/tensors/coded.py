@@ -21,22 +21,12 @@ MAX_TOGETHER = 7  # bits of codes that are packed eight at a time; longer ones b
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return the bytes that codes take.
-
-    Examples:
-        >>> packed_bytes(100, 3), packed_bytes(64, 12)
-        (38, 96)
-    """
+    """Return the bytes that codes take."""
     return -(-count * bits // 8)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes as one stream of bits, the lowest first: uint8, shape (…, `packed_bytes(count, bits)`).
-
-    Examples:
-        >>> pack(torch.tensor([1, 2, 3, 4, 5]), bits=3).tolist()
-        [209, 88]
-    """
+    """Return codes as one stream of bits, the lowest first: uint8, shape (…, `packed_bytes(count, bits)`)."""
     _check_bits(bits)
     count = codes.shape[-1]
     if bits == 8 or not codes.numel():

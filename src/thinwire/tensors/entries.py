@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.plan import ParameterSpec
+from thinwire.tensors.accelerators import DeviceCopies
 from thinwire.tensors.coded import packed_bytes
 
 SCALE_DTYPE = torch.bfloat16  # fp32's range; what its rounding loses stays in the residual
@@ -47,25 +48,8 @@ class Chunks:
         return together.view(self.count, self.length)
 
 
-def kept_of(length: int, density: float) -> int:
-    """Return how many entries of a chunk are sent: at least one.
-
-    Examples:
-        >>> kept_of(4096, 1 / 64), kept_of(100, 1 / 64), kept_of(10, 1 / 64)
-        (64, 2, 1)
-    """
-    return max(1, round(density * length))
-
-
 def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tuple[Chunks, ...]:
-    """Cut each parameter into chunks, of which the last may be shorter; return them by length, in order.
-
-    Examples:
-        >>> shapes = {"weight": (10, 10), "bias": (10,)}
-        >>> specs = [ParameterSpec.of(name, torch.empty(shape)) for name, shape in shapes.items()]
-        >>> [(chunks.length, chunks.count) for chunks in chunks_of(specs, 40, 0.1)]
-        [(40, 2), (20, 1), (10, 1)]
-    """
+    """Cut each parameter into chunks, of which the last may be shorter; return them by length, in order."""
     runs: dict[int, list[ChunkRun]] = defaultdict(list)
     first = 0
     for parameter, spec in enumerate(specs):
@@ -75,7 +59,7 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
         if shorter:
             runs[shorter].append(ChunkRun(parameter, first + count * length, 1))
         first += spec.numel
-    return tuple(Chunks(size, kept_of(size, density), tuple(of_size)) for size, of_size in runs.items())
+    return tuple(Chunks(size, max(1, round(density * size)), tuple(some)) for size, some in runs.items())
 
 
 @dataclass(frozen=True)
@@ -95,8 +79,6 @@ class EntryLayout:
     parts: tuple[Chunks, ...]
     density: float
     bits: int
-    # Kept by device: else the host would wait each time for a copy.
-    _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def code_bits(self) -> int:
@@ -161,7 +143,12 @@ class EntryLayout:
         return [(count, ends[i + 1] - ends[i]) for i, count in enumerate(entries)]
 
     @cached_property
-    def _columns(self) -> torch.Tensor:
+    def table(self) -> DeviceCopies:
+        """The table of chunks, int64, (6, chunks).
+
+        Of each: where it begins in the bucket, marks less entries before, entries, elements, entries before,
+        and its number in the order of the bucket.
+        """
         columns, marks, entries = [], 0, 0
         for chunks in self.parts:
             for run in chunks.runs:
@@ -170,19 +157,11 @@ class EntryLayout:
                     marks += self._marks_of(chunks)
                     entries += chunks.kept
         table = torch.tensor(columns, dtype=torch.int64).T
-        return torch.cat([table, table[0].argsort().argsort().unsqueeze(0)])
-
-    def table(self, device: torch.device) -> torch.Tensor:
-        """Return the table of chunks, int64, (6, chunks); made once for each device.
-
-        Of each: where it begins in the bucket, marks less entries before, entries, elements, entries before,
-        and its number in the order of the bucket.
-        """
-        if device not in self._tables:
-            self._tables[device] = self._columns.to(device)
-        return self._tables[device]
+        return DeviceCopies(torch.cat([table, table[0].argsort().argsort().unsqueeze(0)]))
 
     @cached_property
     def is_aligned(self) -> bool:
         """Whether all chunks begin and end at a multiple of 8 elements."""
-        return not bool((self._columns[[0, 3]] % 8).any())
+        parts_end = [chunks.length for chunks in self.parts]
+        parts_end += [run.first for chunks in self.parts for run in chunks.runs]
+        return all(number % 8 == 0 for number in parts_end)

@@ -7,7 +7,7 @@ its order, or how many have been drawn before. So a resumed run draws what the r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.accelerators import to_device_async
+from thinwire.tensors.accelerators import DeviceCopies, to_device_async
 from thinwire.tensors.blocks import Blocks
 
 WORD = 0xFFFFFFFF
@@ -58,8 +58,6 @@ class CounterRNG:
     blocks: Blocks
     specs: Sequence[ParameterSpec]
     seed: int
-    # Kept by device, as `Blocks` keeps what it tells.
-    _places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[RandomBits]:
         """Return the draws of each one who rounds, in one step."""
@@ -71,24 +69,22 @@ class CounterRNG:
                 digests += of_name.digest()
         # Make one copy: each costs the host of an accelerator as much as several launches.
         keys = to_device_async(device, torch.frombuffer(digests, dtype=torch.int32))
-        bases, owners = self._places_on(device)
         count = len(self.specs)
         return [
-            RandomBits(keys[first : first + count], bases, owners) for first in range(0, len(keys), count)
+            RandomBits(keys[first : first + count], self._bases[device], self._owners[device])
+            for first in range(0, len(keys), count)
         ]
 
     @cached_property
     def _names(self) -> list[bytes]:
         return [spec.name.encode() for spec in self.specs]
 
-    def _places_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        if device not in self._places:
-            # A part of a parameter draws what the whole one would there.
-            bases = [
-                spec.start - first * self.blocks.block
-                for spec, first in zip(self.specs, self.blocks.starts, strict=False)
-            ]
-            owners = self.blocks.spread(range(len(self.specs))).int()
-            on_host = torch.tensor(bases, dtype=torch.int64)
-            self._places[device] = on_host.to(device), owners.to(device)
-        return self._places[device]
+    @cached_property
+    def _bases(self) -> DeviceCopies:
+        # A part of a parameter draws what the whole one would there.
+        starts = zip(self.specs, self.blocks.starts, strict=False)
+        return DeviceCopies(torch.tensor([spec.start - first * self.blocks.block for spec, first in starts]))
+
+    @cached_property
+    def _owners(self) -> DeviceCopies:
+        return DeviceCopies(self.blocks.spread(range(len(self.specs))).int())

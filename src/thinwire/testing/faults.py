@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 import torch
@@ -33,26 +33,7 @@ class InjectedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault; made by `fail_at`, which says what each setting means."""
-
-    process: int
-    step: int
-    kind: Kind
-    after_messages: int = 0
-    seconds: float | None = None
-    restart: int | None = 0
-
-
-def fail_at(
-    process: int,
-    step: int,
-    kind: Kind,
-    *,
-    after_messages: int = 0,
-    seconds: float | None = None,
-    restart: int | None = 0,
-) -> Fault:
-    """Return a fault of one process in one step.
+    """A fault of one process in one step.
 
     Args:
         process: Its rank in the group (of simulated workers, its number).
@@ -69,19 +50,31 @@ def fail_at(
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
     """
-    # `restart` may be None, for every incarnation.
-    given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart or 0}
-    for name, value in given.items():
-        whole_number(name, value, minimum=0)
-    if kind not in get_args(Kind):
-        raise ConfigError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
-    if seconds is not None:
-        number("seconds", seconds, minimum=0)
-    if (kind == "slow" and seconds is None) or (kind not in ("slow", "stall") and seconds is not None):
-        raise ConfigError(
-            f"seconds are for 'slow', which needs them, and 'stall', got {seconds} for {kind!r}"
-        )
-    return Fault(process, step, kind, after_messages, seconds, restart)
+
+    process: int
+    step: int
+    kind: Kind
+    _: KW_ONLY
+    after_messages: int = 0
+    seconds: float | None = None
+    restart: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name in ("process", "step", "after_messages"):
+            whole_number(name, getattr(self, name), minimum=0)
+        whole_number("restart", self.restart or 0, minimum=0)
+        kind, seconds = self.kind, self.seconds
+        if kind not in get_args(Kind):
+            raise ConfigError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+        if seconds is not None:
+            number("seconds", seconds, minimum=0)
+        if (kind == "slow" and seconds is None) or (kind not in ("slow", "stall") and seconds is not None):
+            raise ConfigError(
+                f"seconds are for 'slow', which needs them, and 'stall', got {seconds} for {kind!r}"
+            )
+
+
+fail_at = Fault  # as a schedule reads
 
 
 def random_faults(
@@ -95,15 +88,8 @@ def random_faults(
 ) -> list[Fault]:
     """Return a schedule drawn at random, the same for the same seed: at most one fault per step.
 
-    They strike in every incarnation of a job.
-
-    Args:
-        seed: Of the draw.
-        num_faults: How many.
-        processes: In the group.
-        steps: In which they may happen: 0 to this, exclusive.
-        kinds: Among which to draw; by default those that need no restart.
-        seconds: That a process is slow or stalled.
+    They strike in every incarnation of a job, in steps 0 to `steps`, exclusive; for `seconds` if slow or
+    stalled. By default their kinds are those that need no restart.
     """
     if whole_number("num_faults", num_faults, minimum=0) > whole_number("steps", steps, minimum=0):
         raise ConfigError(f"num_faults must be at most steps, {steps}, got {num_faults}")
@@ -140,8 +126,7 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
     """
     engine = engine_of(target)
     restart = int(os.environ.get(RESTART_COUNT, "0"))
-    # Perhaps faulty already, by a context around this one.
-    own, before = [], engine.wire
+    own, before = [], engine.wire  # perhaps faulty already, by a context around this one
     for fault in schedule:
         if not isinstance(fault, Fault):
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
@@ -173,7 +158,6 @@ class _FaultyTransport(Wrapped):
         self._step, self._messages = -1, 0
 
     def start(self, message: Message) -> Work:
-        """Let what is due strike first."""
         # The first message of a new step.
         if self._engine.steps != self._step:
             self._step, self._messages = self._engine.steps, 0
@@ -209,8 +193,7 @@ def _strike(fault: Fault, message: torch.Tensor) -> None:
 
 
 def _stall(seconds: float | None) -> None:
-    """Stop this process; a shell wakes it."""
-    # SIGSTOP stops every thread of this process, so none of them could wake it.
+    # SIGSTOP stops every thread of this process, so none of them could wake it: a shell does.
     waker = None
     if seconds is not None:
         # Again and again: the first one could come before the stop.

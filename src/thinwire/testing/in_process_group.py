@@ -17,12 +17,8 @@ class InProcessLighthouse:
     """Knows who is there, and forms quorums as torchft's lighthouse does. Members: `InProcessGroup(this)`.
 
     A quorum is formed once all who are there ask for one. If all wait and no one can go on, those
-    who have not asked count as gone, like processes whose heartbeat stops.
-
-    Args:
-        min_members: As of `Group`, for all its members.
-        wait_seconds: As of `Group`, for all its members.
-        options: `weigh_by` and `send_optimizer`, as of `Group`, for all its members.
+    who have not asked count as gone, like processes whose heartbeat stops. The arguments, and `options`
+    (`weigh_by` and `send_optimizer`), are as of `Group`, for all its members.
     """
 
     def __init__(self, min_members: int = 1, wait_seconds: float = 5.0, **options: Any) -> None:
@@ -33,7 +29,6 @@ class InProcessLighthouse:
         self.asking: list[InProcessGroup] = []
 
     def form_if_all_ask(self) -> None:
-        """Make a quorum if all who are there ask for one, and are enough."""
         if not len(self.there) == len(self.asking) >= self.min_members:
             return
         self.quorum_id += 1
@@ -65,11 +60,7 @@ class _Quorum(Awaited):
 
 
 class InProcessGroup(Group):
-    """A member of a group in this process; the others wait for it from now on.
-
-    Args:
-        lighthouse: The same object for all members.
-    """
+    """A member of a group in this process, by the lighthouse of all; the others wait for it from now on."""
 
     def __init__(self, lighthouse: InProcessLighthouse) -> None:
         super().__init__(lighthouse.min_members, lighthouse.wait_seconds, **lighthouse.options)

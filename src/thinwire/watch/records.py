@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from thinwire.errors import ConfigError
 
@@ -75,19 +74,37 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     run = Run(path, path.stem)
     try:
-        with path.open("rb") as file:
-            first = check_first_line(path, file.readline())
-            records = [first, *_undamaged(file, run, first["process_rank"])]
+        first, *lines = path.read_bytes().splitlines(keepends=True) or [b""]
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    records = [check_first_line(path, first)]
+    rank = records[0]["process_rank"]
+    for number, line in enumerate(lines, start=2):
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("it is cut off")
+            record = _record_of(line)
+            # No one can take apart the steps of two processes that append to one file.
+            if (other := record.get("process_rank", rank)) != rank:
+                what = f"it is of process {other}, the first of process {rank}"
+                raise ValueError(f"{what}: give each its own file")
+        except ValueError as error:
+            run.damage = f"line {number} ends the reading: {error}"
+            break
+        records.append(record)
+    _sort_into(run, without_undone(records))
+    return run
+
+
+def _sort_into(run: Run, records: list[Record]) -> None:
     lists, seconds_before = {"step": run.steps, "norms": run.norms, "log": run.logs}, 0.0
-    for record in without_undone(records):
+    for record in records:
         if record["kind"] == "run":
             run.name = record["name"] or run.name
             run.processes, run.machines = record["processes"], record["machines"]
             # Each start counts its seconds from 0; those of a run go on.
             seconds_before = run.steps[-1]["seconds"] if run.steps else 0.0
-            run.resumed += record is not first
+            run.resumed += record is not records[0]
         elif record["kind"] == "plan":
             # Every start records its plan; and once DDP has rebuilt its buckets, rounding may move a few
             # bytes from one parameter to the next. That is the same plan, with its final bytes.
@@ -99,7 +116,6 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             if "seconds" in record:
                 record["seconds"] += seconds_before
             lists[record["kind"]].append(record)
-    return run
 
 
 def _travels(plan: Record) -> tuple[object, object]:
@@ -114,8 +130,9 @@ def check_first_line(path: Path, line: bytes) -> Record:
             raise ValueError("expected a run and its format")
     except ValueError as error:
         reason = f"its first line: {error}" if line else "it is empty"
-        message = f"{path} is no file of a thinwire.Watch ({reason}); give a different path"
-        raise ConfigError(message) from error
+        raise ConfigError(
+            f"{path} is no file of a thinwire.Watch ({reason}); give a different path"
+        ) from error
     if first["format"] != FORMAT:
         other = f"{path} has format {first['format']}, this Thinwire has format {FORMAT}"
         raise ConfigError(f"{other}; give a different path, or read it with the Thinwire that wrote it")
@@ -127,24 +144,6 @@ def _record_of(line: bytes) -> Record:
     if not isinstance(record, dict) or record.get("kind") not in KINDS:
         raise ValueError(f"expected an object whose kind is one of {', '.join(KINDS)}")
     return record
-
-
-def _undamaged(file: BinaryIO, run: Run, process_rank: int) -> Iterator[Record]:
-    """Yield the records after the first line, up to the first damage, and note that."""
-    for number, line in enumerate(file, start=2):
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError("it is cut off")
-            record = _record_of(line)
-            # No one can take apart the steps of two processes that append to one file.
-            if (other := record.get("process_rank", process_rank)) != process_rank:
-                raise ValueError(
-                    f"it is of process {other}, the first of process {process_rank}: give each its own file"
-                )
-        except ValueError as error:
-            run.damage = f"line {number} ends the reading: {error}"
-            return
-        yield record
 
 
 def without_undone(records: list[Record]) -> list[Record]:

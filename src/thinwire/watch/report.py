@@ -19,12 +19,10 @@ from thinwire.watch.records import Record, Run
 
 MAX_POINTS = 200  # of a curve: drawing takes time
 STYLE = """
-body { max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; font: 15px/1.5 sans-serif; color: #222; }
+body { max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; font: 15px/1.5 sans-serif; }
 section { overflow-x: auto; }
-svg { width: 100%; height: auto; min-width: 36rem; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+svg { width: 100%; height: auto; }
 th, td { padding: .3rem .5rem; text-align: right; vertical-align: top; border-bottom: 1px solid #ddd; }
-:is(th, td):nth-child(-n+2) { min-width: 9rem; text-align: left; overflow-wrap: anywhere; }
 """
 
 
@@ -61,10 +59,9 @@ def report_page(runs: Sequence[Run]) -> str:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> str:
-    heads = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row.values()) for row in rows]
-    filled = "".join(f"\n<tr>{line}</tr>" for line in [heads, *lines])
-    return f"<section><table>{filled}\n</table></section>"
+    lines = ["".join(f"<th>{escape(name)}</th>" for name in rows[0])]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row.values()) for row in rows]
+    return "<section><table>" + "".join(f"\n<tr>{line}</tr>" for line in lines) + "</table></section>"
 
 
 def summary(run: Run, names: Sequence[str]) -> dict[str, str]:
@@ -97,11 +94,10 @@ def summary(run: Run, names: Sequence[str]) -> dict[str, str]:
 
 
 def _routes(run: Run, plan: Record) -> list[dict[str, str]]:
-    """Return a plan's lines, and as the last one their sum, as where a plan is printed."""
     errors = run.norms[-1]["relative_error"] if run.norms else {}
-    total: Record = {"label": "total", "detail": ""}
-    for name in ("gradient_bytes", "message_bytes"):
-        total[name] = sum(route[name] for route in plan["routes"])
+    sums = {
+        name: sum(route[name] for route in plan["routes"]) for name in ("gradient_bytes", "message_bytes")
+    }
     return [
         {
             "parameter": route["label"],
@@ -110,12 +106,11 @@ def _routes(run: Run, plan: Record) -> list[dict[str, str]]:
             "bytes after": f"{route['message_bytes']:,}",
             "relative error": "" if (error := errors.get(route["label"])) is None else f"{error:.3f}",
         }
-        for route in [*plan["routes"], total]
+        for route in [*plan["routes"], {"label": "total", "detail": "", **sums}]
     ]
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Draw what was logged under each name, and the relative error, over the steps; "" of nothing."""
     panels = {name: [[(at.step, at.value) for at in run.points(name)] for run in runs] for name in names}
     panels["relative error, mean of all layers"] = [
         [(read["step"], numpy.array([*read["relative_error"].values()], float).mean()) for read in run.norms]

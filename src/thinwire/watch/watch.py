@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from statistics import fmean
 from typing import Any
@@ -31,32 +31,6 @@ MIN_STEPS = 1000
 MAX_GROWTH, STILL_GROWING = 1.3, 1.1
 
 
-class GrowthAlarm:
-    """Tells growth without bound from the growth that error feedback begins with.
-
-    The residual, as a multiple of what a step sends, is averaged over the second half of all samples and over
-    the quarter before, whenever their number has doubled. Growth with the number of steps doubles it, growth
-    with its root is 1.4 times; a residual that levels off stops growing within the second half.
-    """
-
-    def __init__(self) -> None:
-        self._samples: list[float] = []
-        self._grew = False
-
-    def growth_after(self, relative_norm: float, step: int) -> float | None:
-        """Take a sample; return by how much it grew while their number doubled, if that is an alarm."""
-        self._samples.append(relative_norm)
-        count = len(self._samples)
-        # A power of two has a single bit: the number of samples has doubled since the last look.
-        if count < MIN_SAMPLES or count & (count - 1):
-            return None
-        before, first, last = (fmean(self._samples[count * i // 4 : count * (i + 1) // 4]) for i in (1, 2, 3))
-        growth = (first + last) / 2 / before if before > 0 else 1.0
-        grew_before, self._grew = self._grew, growth > MAX_GROWTH
-        is_alarm = self._grew and grew_before and last > STILL_GROWING * first and step >= MIN_STEPS
-        return growth if is_alarm else None
-
-
 class Watch:
     """Records what every step does, on this process; a context manager around the training loop.
 
@@ -78,20 +52,6 @@ class Watch:
     Raises:
         ConfigError: `sync` is not a handle, `writer` not a writer, or an argument is out of range.
         OSError: The file can't be written.
-
-    Examples:
-        >>> import tempfile, thinwire, torch
-        >>> from torch.nn.parallel import DistributedDataParallel
-        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
-        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
-        >>> path = tempfile.mkdtemp() + "/run.jsonl"
-        >>> with thinwire.Watch(sync, path) as watch:
-        ...     for _ in range(3):
-        ...         loss = ddp_model(torch.ones(1, 64)).square().sum()
-        ...         loss.backward()
-        ...         watch.log(loss=loss.item())
-        >>> [record["message_bytes"] for record in thinwire.watch.read_run(path).steps]
-        [896, 896, 896]
     """
 
     def __init__(
@@ -118,19 +78,21 @@ class Watch:
             do = "of a logger's function, make a thinwire.watch.MetricsWriter"
             raise ConfigError(f"writer must be a path, or have write and close, got {writer!r}; {do}")
         self._writer: Writer | None = writer
-        self._alarm = GrowthAlarm()
+        self._residuals: list[float] = []  # under this plan, each as a multiple of what a step sends
         self._planned: tuple[object, object] = (None, None)
         self._routes: dict[str, Route] = {}  # as last written, of each label
         self._start = self._last_end = time.perf_counter()
         # Steps counted before are not this watch's: it may begin in the middle of training.
-        self._last = self._watched.counts()
+        self._last = handle.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
-        run = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
-        run |= {"processes": transport.size, "machines": self._engine.inter_node.size}
-        self._write("run", run | {"process_rank": transport.rank})
-        # Last: had the first record failed, a watch that no one holds would go on.
-        self._watched.observers.append(self._after_step)
+        values = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
+        values |= {"processes": transport.size, "process_rank": transport.rank}
+        # In training a writer's error is a warning; here the user is still there to mend it.
+        writer.write("run", handle.steps, values | {"machines": self._engine.inter_node.size})
+        handle.observers.append(
+            self._after_step
+        )  # last: had that failed, a watch that no one holds would go on
 
     def __enter__(self) -> Watch:
         return self
@@ -146,14 +108,9 @@ class Watch:
             self._writer = None
 
     def log(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
-        """Record numbers of the last finished step: call it after `backward()`.
+        """Record numbers of Python or NumPy, by name, of the last finished step: call it after `backward()`.
 
-        Args:
-            values: Numbers of Python or NumPy, by name.
-            named: More of them.
-
-        Raises:
-            ConfigError: A value is not a number, or its name is "kind", "step" or "seconds".
+        ConfigError if a value is not a number, or its name is "kind", "step" or "seconds".
         """
         plain = dict[str, float]()
         for name, value in {**(values or {}), **named}.items():
@@ -202,7 +159,7 @@ class Watch:
             return
         self._routes = {**self._routes, **routes} if algorithm == was else routes
         # Under a different plan the residual levels off elsewhere, and growing up to there is no alarm.
-        self._alarm = GrowthAlarm()
+        self._residuals = []
         shown = algorithm if self._watched is self._engine.reporter else self._watched
         recorded = ("label", "names", "detail", "is_compressed", "gradient_bytes", "message_bytes")
         listed = [{name: getattr(route, name) for name in recorded} for route in plan.routes]
@@ -213,25 +170,22 @@ class Watch:
         if not stats.error_norm:  # without a residual, or before the first step
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
-        growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
-        if growth is not None:
-            worst = max(stats.relative_error, key=stats.relative_error.__getitem__)
+        self._residuals.append(_residual_in_steps(stats))
+        growth = alarming_growth(self._residuals)
+        if growth is not None and self._watched.steps >= MIN_STEPS:
             logger.warning(
                 f"step {self._watched.steps}: the residual has grown {growth:.1f}-fold against what a step "
                 "sends while the number of steps doubled, twice in succession: it goes on growing, most that "
-                f"of {worst}. Compress less, or lower the learning rate"
+                f"of {max(stats.relative_error, key=stats.relative_error.__getitem__)}. Compress less, or "
+                "lower the learning rate"
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        """Write a record; if that fails in training, stop watching with a warning."""
         if self._writer is None:  # an error has ended the watching; the training loop still calls `log`
             return
         try:
             self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
-            # Before training the user is still there to mend it.
-            if kind == "run":
-                raise
             logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
             self._watched.observers.remove(self._after_step)
             self._writer = None
@@ -245,3 +199,20 @@ def _residual_in_steps(stats: Stats) -> float:
         for label, relative in stats.relative_error.items()
     ]
     return math.hypot(*stats.error_norm.values()) / math.hypot(*sent) if any(sent) else 0.0
+
+
+def alarming_growth(residuals: Sequence[float]) -> float | None:
+    """Return by how much residuals grew while their number doubled, if they grow without bound.
+
+    The mean of their second half is compared with that of the quarter before, twice in succession. Growth
+    with the number of steps doubles it, growth with its root is 1.4 times; a residual that levels off, as
+    with error feedback it should, stops growing within the second half.
+    """
+    count = len(residuals)
+    if count < 2 * MIN_SAMPLES or count.bit_count() > 1:  # their number has not doubled since the last look
+        return None
+    growths = []
+    for end in (count // 2, count):
+        before, first, last = (fmean(residuals[end * i // 4 : end * (i + 1) // 4]) for i in (1, 2, 3))
+        growths.append((first + last) / 2 / before if before > 0 else 1.0)
+    return growths[-1] if min(growths) > MAX_GROWTH and last > STILL_GROWING * first else None

@@ -18,21 +18,17 @@ class Writer(Protocol):
     """A destination of records."""
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take the record of a step: numbers, strings, and mappings and lists of them.
-
-        `kind` is "run" at the start; "plan" when it changes; "step"; "norms" now and then, after the step's;
-        "log" of what the user adds.
-        """
+        """Take the record of a step, of a kind that docs/watching.md tells: numbers, strings and such."""
 
     def close(self) -> None:
         """End: no more records will come."""
 
 
 class JSONLWriter:
-    """Writes a line of JSON for each record, for `thinwire report`; see docs/watching.md for the fields.
+    """Writes a line of JSON for each record, at once, for `thinwire report`; see docs/watching.md.
 
-    Each line is handed to the operating system at once; numbers that are not finite become null. A file that
-    is there already is continued, as when training resumes; a last line that was cut off is removed.
+    Numbers that are not finite become null. A file that is there already is continued, as when training
+    resumes; a last line that was cut off is removed.
 
     Raises:
         ConfigError: The file is there, and is not a `Watch`'s; or its folder is not there.
@@ -63,10 +59,8 @@ class MetricsWriter:
     """Passes records on as named numbers, to any logger: "thinwire/message_bytes" and so on.
 
     They mean what they mean in the file, see docs/watching.md. What is given to `Watch.log` keeps its name.
-    Lightning: `MetricsWriter(trainer.logger.log_metrics)`. Accelerate: `MetricsWriter(accelerator.log)`.
-    Weights & Biases: `MetricsWriter(wandb.log)`.
-
-    `log` is called with the numbers and the step; ConfigError if it can't be.
+    `log` is called with the numbers and the step, such as `trainer.logger.log_metrics`, `accelerator.log` or
+    `wandb.log`; ConfigError if it can't be.
     """
 
     def __init__(self, log: Callable[[Any, int], object]) -> None:
@@ -133,6 +127,4 @@ def _finite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -50,11 +49,9 @@ class Piece(NamedTuple):
         """This process's shard, for an engine."""
         return ParameterSpec.of(self.name, local_of(self.parameter))
 
-    def cut(self, shard: int, num_shards: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that cuts a shard out of a tensor of the whole shape: a view, perhaps empty."""
-        if self.dim is None:
-            return lambda tensor: tensor
-        return partial(shard_of, dim=self.dim, shard=shard, num_shards=num_shards)
+    def cut(self, whole: torch.Tensor, shard: int, num_shards: int) -> torch.Tensor:
+        """Return a shard of a tensor of the whole shape: a view, perhaps empty."""
+        return whole if self.dim is None else shard_of(whole, self.dim, shard, num_shards)
 
 
 class ShardedModel:
@@ -67,7 +64,7 @@ class ShardedModel:
         try:
             for state in self._states:
                 self.groups += torch_private.fsdp_groups(state)
-            infos = [fsdp_mesh_info(group) for group in self.groups]
+            infos = list(map(fsdp_mesh_info, self.groups))
             dims = [(info.shard_mesh_dim, info.replicate_mesh_dim) for info in infos]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
             _ = self.waits_for_more, list(self.parameters)
@@ -234,8 +231,7 @@ def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh 
 def _group_of(mesh: DeviceMesh, mesh_of_model: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
-    # The dimension that is not the shards'.
-    names: Sequence[str] = mesh.mesh_dim_names or ()
+    names = mesh.mesh_dim_names or ()
     others = [name for name in names if name not in (mesh_of_model.mesh_dim_names or ())]
     if mesh.ndim != 2 or len(others) != 1:
         expected = 'the dimension of the replicas, such as mesh["replicate"]'

@@ -62,7 +62,7 @@ class ShardedSync(GradientSync):
             saved.slots,
             parts_of_all(saved.slots, self.shards),
             self.specs(),
-            lambda part, whole: self.pieces[part.label].cut(part.rank, size)(whole),
+            lambda part, whole: self.pieces[part.label].cut(whole, part.rank, size),
             lambda part: of_shard(part.label, part.rank, size),
         )
         return saved._replace(shapes={name: piece.shape for name, piece in self.pieces.items()}, slots=slots)
@@ -97,18 +97,16 @@ class ShardedSync(GradientSync):
         rank, size = self.shards.rank, self.shards.size
         if size == 1:
             return loaded
-        cut = {name: piece.cut(rank, size) for name, piece in self.pieces.items()}
-        mark = of_shard("", rank, size)
+        pieces, mark = self.pieces, of_shard("", rank, size)
         slots: Tensors = {}
         for slot, tensors in loaded.slots.items():
             if slot.is_elementwise:
                 # Copies: views would keep the whole model's in memory.
-                slots[slot] = {name: cut[name](t).clone() for name, t in tensors.items() if name in cut}
+                held = {n: pieces[n].cut(t, rank, size).clone() for n, t in tensors.items() if n in pieces}
             else:
-                of_this = {
-                    label.removesuffix(mark): t for label, t in tensors.items() if label.endswith(mark)
-                }
-                slots[slot] = {label: t for label, t in tensors.items() if SHARD_MARK not in label} | of_this
+                own = {label.removesuffix(mark): t for label, t in tensors.items() if label.endswith(mark)}
+                held = {label: t for label, t in tensors.items() if SHARD_MARK not in label} | own
+            slots[slot] = held
         return loaded._replace(slots=slots)
 
     def distributed_state(self) -> Stateful:

@@ -47,7 +47,6 @@ class BatchedPowerSGD(LowRank):
     matrix_rank: int = 1
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """One route for the bucket, or one for each parameter if uncompressed."""
         numel = sum(spec.numel for spec in specs)
         shape = square(numel)
         matrix_rank = self.matrix_rank_of(shape, specs[0].dtype) if numel else None
@@ -78,20 +77,14 @@ class BatchedPlan(LowRankPlan):
         return Padded(self.names, self.sizes, self.matrix.sizes[0], self.memory_dtype)
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Average the padded bucket as `PowerSGDPlan` does.
-
-        1. M ← gradients, and zeros behind them; the residual is padded alike.
-        2. M ← mean of its approximations, by the steps of `PowerSGDPlan.compress`.
-        3. Behind its commit: gradients ← M, and memory has the residual by parameter.
-        """
         (label,) = self.matrix.names
-        M = self.padded.gradients(bucket.flat)  # 1
+        M = self.padded.gradients(bucket.flat)
         residual = self.padded.residual(memory[ERROR])
         slots = {slot: memory[slot] for slot in self.config.slots}
         slots[ERROR] = {} if residual is None else {label: residual}
         whole = Bucket(self.matrix.specs, M, bucket.loss_scale, bucket.rank)
-        yield from self.matrix.compress(whole, Memory(memory.step, slots))  # 2
-        bucket.flat.copy_(M[: len(bucket.flat)])  # 3
+        yield from self.matrix.compress(whole, Memory(memory.step, slots))
+        bucket.flat.copy_(M[: len(bucket.flat)])
         if self.config.error_feedback:
             self.padded.keep(slots[ERROR][label], memory[ERROR])
 

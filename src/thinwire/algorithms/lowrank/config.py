@@ -94,7 +94,7 @@ class LowRank(Algorithm):
         return wide if self.wire_dtype is None else self.uncompressed_dtype(dtype)
 
     def uncompressed_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which a bucket of `dtype` travels where nothing of it is compressed."""
+        """Return the type in which a bucket of `dtype` travels if nothing of it is compressed."""
         return dtype if self.wire_dtype is None else wire_dtype_of(self.wire_dtype)
 
     def uncompressed_route(self, spec: ParameterSpec, dtype: torch.dtype) -> LowRankRoute:

@@ -20,21 +20,14 @@ SEED_STRIDE = 1_000_003
 
 
 class Workspace:
-    """Tensors that stay from step to step, and with them the tables of addresses that kernels look up.
-
-    Attributes:
-        seed: Of random rows, with which bases begin.
-        warm_start: Whether only the first step takes such.
-        M: The matrices of the last step, if those of the next may lie where they lay.
-        drawn: Random rows by shape, device and type.
-    """
+    """Tensors that stay from step to step, and with them the tables of addresses that kernels look up."""
 
     def __init__(self, seed: int, *, warm_start: bool = True) -> None:
         self.seed, self.warm_start = seed, warm_start
-        self.M: BucketMatrices | None = None
+        self.M: BucketMatrices | None = None  # of the last step, if those of the next may lie where they lay
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._batches: dict[tuple[str, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
-        self.drawn: dict[Hashable, torch.Tensor] = {}
+        self.drawn: dict[Hashable, torch.Tensor] = {}  # random rows by shape, device and type
 
     def buffer(self, role: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor | None:
         """Return a buffer for a result, in the wide type and on the device of `like`; None on the CPU."""
@@ -86,26 +79,16 @@ class BucketMatrices:
 
     They serve all steps in which gradients and residuals lie where they lay. One backend serves the bucket,
     that of its largest matrix rank: so its requests are a function of that.
-
-    Attributes:
-        groups: Gradients and residuals; the gradients only during a step.
-        kernels: The backend's.
-        device: Where all lies.
-        workspace: For results.
-        key: Where the bucket lies, and what chooses the kernels.
-        errors: The residuals, flat.
-        written: Of each group, the residuals if all can be written where they lie.
-        wide: The type to which gradients are copied, if the kernels don't take theirs.
     """
 
-    groups: Sequence[MatrixGroup]
+    groups: Sequence[MatrixGroup]  # they have the gradients only during a step
     kernels: Kernels
     device: torch.device
     workspace: Workspace
-    key: Hashable = None
-    errors: Sequence[torch.Tensor | None] = ()
-    written: Sequence[Sequence[torch.Tensor] | None] = ()
-    wide: torch.dtype | None = None
+    key: Hashable  # where the bucket lies, and what chooses the kernels
+    errors: Sequence[torch.Tensor | None]  # the residuals, flat
+    written: Sequence[Sequence[torch.Tensor] | None]  # of each group, if all can be written where they lie
+    wide: torch.dtype | None  # to which gradients are copied, if the kernels don't take their type
 
     def products(
         self, Q: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool
@@ -225,19 +208,14 @@ def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
 
 
 class FactorMessages:
-    """The messages of a bucket's step: factors in one of them, flat gradients with the first.
-
-    Attributes:
-        received: The means of all messages, which must be finite.
-        uncompressed: The means of the flat gradients.
-    """
+    """The messages of a bucket's step: factors in one of them, flat gradients with the first."""
 
     def __init__(
         self, dtype: torch.dtype, workspace: Workspace, uncompressed: Sequence[torch.Tensor]
     ) -> None:
         self._dtype, self._workspace, self._beside = dtype, workspace, uncompressed
-        self.received: list[torch.Tensor] = []
-        self.uncompressed: Sequence[torch.Tensor] = ()
+        self.received: list[torch.Tensor] = []  # the means of all messages, which must be finite
+        self.uncompressed: Sequence[torch.Tensor] = ()  # the means of the flat gradients
 
     def average(
         self, factors: list[torch.Tensor], *, as_sent: bool

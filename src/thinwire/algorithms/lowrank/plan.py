@@ -40,7 +40,6 @@ class LowRankPlan(BucketPlan):
         return self.specs[0].memory_dtype
 
     def kernels(self, device: torch.device) -> set[str]:
-        """Bases, and products with them, differ in the last bits."""
         dtypes = {spec.name: spec.memory_dtype for spec in self.specs}
         kinds = {
             (dtypes[route.names[0]], route.matrix_rank) for route in self.compressed if route.matrix_rank
@@ -51,7 +50,6 @@ class LowRankPlan(BucketPlan):
         }
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        """One round if nothing is to be compressed, else those of `compress`."""
         # Without feedback no step would add a residual to a gradient, or send it: all of it goes in one step.
         must_send = not self.config.error_feedback and not memory[ERROR].keys().isdisjoint(self.names)
         if self.compressed and memory.step >= self.config.warmup_steps and not must_send:
@@ -92,10 +90,6 @@ class LowRankPlan(BucketPlan):
         )
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
-        """Return the approximation errors of the last step.
-
-        Cost: one norm of each compressed parameter and of each factor; on an accelerator a few launches.
-        """
         # P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the residual and what was sent are
         # enough, and M, which the mean has overwritten, is not needed.
         known = [

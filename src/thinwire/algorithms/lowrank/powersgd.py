@@ -70,7 +70,6 @@ class PowerSGD(LowRank):
 
     @property
     def factor_pairs(self) -> float:
-        """Left and right factors of a matrix that a step sends, on average."""
         return self.power_iterations / 2 if self.alternating else self.power_iterations
 
     def __post_init__(self) -> None:
@@ -87,14 +86,9 @@ class PowerSGD(LowRank):
 
     @property
     def split_granularity(self) -> Granularity:
-        """Name the parameter, which is one matrix."""
         return "parameter"
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """Every matrix that shrinks enough is compressed.
-
-        Nothing is, if the bucket as a whole does not shrink.
-        """
         uncompressed = tuple(
             self.uncompressed_route(spec, self.uncompressed_dtype(spec.dtype)) for spec in specs
         )
@@ -115,7 +109,6 @@ class PowerSGD(LowRank):
         return self.compressed_route([spec], shape, matrix_rank)
 
     def check_model(self, specs: Sequence[ParameterSpec]) -> None:
-        """As `Algorithm.check_model`; refuse matrix ranks of unknown parameters."""
         super().check_model(specs)
         unknown = sorted(dict(self.matrix_ranks).keys() - {spec.name for spec in specs})
         if specs and unknown:

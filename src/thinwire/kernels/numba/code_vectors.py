@@ -15,14 +15,15 @@ from numba import types
 
 from thinwire.kernels.numba.vectors import (
     FLOAT,
-    INDICES,
     INT32,
     NUMBERS,
     WIDTH,
+    at,
     call,
     mask_of_lanes,
     operation,
     repeated,
+    shuffled,
     tile,
     vector,
 )
@@ -47,10 +48,6 @@ def _like(numbers: Any, element: Any) -> Any:
     return ir.VectorType(element, numbers.type.count)
 
 
-def _at(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
 @operation(types.int64(types.float32))
 def bits_of(builder: Any, number: Any) -> Any:
     """Emit the bits of a number."""
@@ -66,13 +63,13 @@ def float_of(builder: Any, bits: Any) -> Any:
 @operation(types.int64(types.int64))
 def load_half(builder: Any, address: Any) -> Any:
     """Emit the load of the sixteen bits at an address."""
-    return builder.zext(builder.load(_at(builder, address, INT16), align=2), INT64)
+    return builder.zext(builder.load(at(builder, address, INT16), align=2), INT64)
 
 
 @operation(types.void(types.int64, types.int64))
 def store_half(builder: Any, address: Any, bits: Any) -> None:
     """Emit the store of sixteen bits."""
-    builder.store(builder.trunc(bits, INT16), _at(builder, address, INT16), align=2)
+    builder.store(builder.trunc(bits, INT16), at(builder, address, INT16), align=2)
 
 
 @operation(vector(vector), of_tiles=tile(tile))
@@ -106,7 +103,7 @@ def _without_sign(builder: Any, numbers: Any) -> Any:
 def _quarters(builder: Any, address: Any) -> list[Any]:
     """Emit the load of sixty-four numbers, as four vectors."""
     starts = [builder.add(address, INT64(64 * place)) for place in range(WIDE // WIDTH)]
-    return [builder.load(_at(builder, start, NUMBERS), align=4) for start in starts]
+    return [builder.load(at(builder, start, NUMBERS), align=4) for start in starts]
 
 
 @operation(vector(vector, types.int64))
@@ -146,9 +143,7 @@ def add_products(builder: Any, sums: Any, one: Any, other: Any) -> Any:
     """Emit sums, and to each four products."""
     products = builder.fmul(one, other, flags=("contract",))
     for start in range(0, WIDE, WIDTH):
-        part = builder.shuffle_vector(
-            products, products, ir.Constant(INDICES, list(range(start, start + WIDTH)))
-        )
+        part = shuffled(builder, products, products, range(start, start + WIDTH))
         sums = builder.fadd(sums, part, flags=("contract",))
     return sums
 
@@ -223,11 +218,11 @@ def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
     if bits == 1:
         is_positive = builder.fcmp_ordered(">", units, _all(units.type, 0.0))
         together = ir.IntType(units.type.count)
-        builder.store(builder.bitcast(is_positive, together), _at(builder, address, together), align=1)
+        builder.store(builder.bitcast(is_positive, together), at(builder, address, together), align=1)
         return
     codes = builder.trunc(_places(builder, bits, units), _like(units, INT8))
     if bits == 8:
-        builder.store(codes, _at(builder, address, codes.type), align=1)
+        builder.store(codes, at(builder, address, codes.type), align=1)
         return
     eights = builder.bitcast(codes, ir.VectorType(INT64, codes.type.count // 8))
     for shift, lower, upper in merges(bits):
@@ -236,8 +231,9 @@ def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
     # The lowest bytes of each number of 64 bits, as many as a code has bits, one behind the other.
     count = eights.type.count
     kept = [8 * place + byte for place in range(count) for byte in range(bits)]
-    packed = _shuffled(builder, builder.bitcast(eights, ir.VectorType(INT8, 8 * count)), kept)
-    builder.store(packed, _at(builder, address, packed.type), align=1)
+    eights = builder.bitcast(eights, ir.VectorType(INT8, 8 * count))
+    packed = shuffled(builder, eights, eights, kept)
+    builder.store(packed, at(builder, address, packed.type), align=1)
 
 
 def _places(builder: Any, bits: int, units: Any) -> Any:
@@ -279,22 +275,24 @@ def _read(builder: Any, bits: int, address: Any, num_lanes: int) -> Any:
     levels = CODEBOOKS[bits].levels
     if bits == 1:
         together, numbers = ir.IntType(num_lanes), ir.VectorType(FLOAT, num_lanes)
-        loaded = builder.load(_at(builder, address, together), align=1)
+        loaded = builder.load(at(builder, address, together), align=1)
         is_positive = builder.bitcast(loaded, ir.VectorType(ir.IntType(1), num_lanes))
         return builder.select(is_positive, _all(numbers, levels[1]), _all(numbers, levels[0]))
     codes_type = ir.VectorType(INT8, num_lanes)
     if bits == 8:
-        codes = builder.load(_at(builder, address, codes_type), align=1)
+        codes = builder.load(at(builder, address, codes_type), align=1)
     else:
         count = num_lanes // 8
-        packed = builder.load(_at(builder, address, ir.VectorType(INT8, bits * count)), align=1)
+        packed = builder.load(at(builder, address, ir.VectorType(INT8, bits * count)), align=1)
         # To each eight codes eight bytes; above those that they fill, the first of the zeros behind.
         positions = [
             bits * place + byte if byte < bits else bits * count
             for place in range(count)
             for byte in range(8)
         ]
-        eights = builder.bitcast(_shuffled(builder, packed, positions), ir.VectorType(INT64, count))
+        eights = builder.bitcast(
+            shuffled(builder, packed, _all(packed.type, 0), positions), ir.VectorType(INT64, count)
+        )
         for shift, lower, upper in reversed(merges(bits)):
             above = builder.and_(eights, _all(eights.type, upper))
             shifted = builder.shl(above, _all(eights.type, shift))
@@ -321,9 +319,3 @@ def _levels(builder: Any, bits: int, positions: Any) -> Any:
         is_there = builder.icmp_unsigned(">=", positions, _all(positions.type, place))
         chosen = builder.select(is_there, _all(numbers, level), chosen)
     return chosen
-
-
-def _shuffled(builder: Any, bytes_: Any, positions: list[int]) -> Any:
-    """Emit the bytes at some positions; behind them stand zeros."""
-    order = ir.Constant(ir.VectorType(INT32, len(positions)), positions)
-    return builder.shuffle_vector(bytes_, _all(bytes_.type, 0), order)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tables
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, round_into
+from thinwire.kernels.base import NUMBA_FACTOR_ROWS, MeanArgs, Tables
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows
 from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
 from thinwire.kernels.torch_entries import ENTRIES
@@ -26,19 +25,13 @@ from thinwire.tensors.coded import Codebook, Coded, packed_bytes
 from thinwire.tensors.rounding import RandomBits
 
 
-class _Addresses(NamedTuple):
-    """Where the matrices and residuals of a group lie; no residuals unless each has one."""
-
-    matrices: Addresses
-    errors: Addresses | None
-
-
-def _addresses_of(group: MatrixGroup) -> _Addresses:
-    bound: _Addresses | None = group.bound.get("numba")
+def _addresses_of(group: MatrixGroup) -> tuple[Addresses, Addresses | None]:
+    """Return where the matrices and residuals of a group lie; no residuals unless each has one."""
+    bound: tuple[Addresses, Addresses | None] | None = group.bound.get("numba")
     if bound is None:
         errors = [error for error in group.errors if error is not None]
         known = addresses(errors) if len(errors) == len(group.errors) else None
-        bound = group.bound["numba"] = _Addresses(addresses(group.matrices), known)
+        bound = group.bound["numba"] = addresses(group.matrices), known
     return bound
 
 
@@ -66,7 +59,7 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
         if item.add_error:
             torch_kernels.add_errors(group, item.loss_scale)
         own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
-        low_rank_passes.all_projections(_filled(left), _addresses_of(group).matrices, own.numpy())
+        low_rank_passes.all_projections(_filled(left), _addresses_of(group)[0], own.numpy())
         owns.append(own[:, : group.matrix_rank])
     return owns
 
@@ -145,11 +138,8 @@ def averaged(item: MeanArgs) -> Coded:
 
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Write all numbers once; those of 16 bits are rounded."""
-    values = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
-    code_passes.decode(values.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
-    if values is not flat:
-        round_into(flat, values, None, None)
+    """Write all numbers once."""
+    code_passes.decode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
 
 
 def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
@@ -181,6 +171,6 @@ TABLES = Tables(
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
-    CodeKernels(encoded, averaged, decode, torch_codes.keeping(remainder, decode)),
+    torch_codes.code_kernels(encoded, averaged, decode, remainder),
     ENTRIES,
 )

@@ -69,10 +69,9 @@ def operation(signature: Any, of_tiles: Any = None) -> Callable[[Callable[..., A
     return decorated
 
 
-@operation(types.CPointer(types.float32)(types.int64))  # type: ignore[no-untyped-call]
-def pointer(builder: Any, address: Any) -> Any:
-    """Emit a pointer to fp32 numbers at an address."""
-    return builder.inttoptr(address, FLOAT.as_pointer())
+def at(builder: Any, address: Any, kind: Any) -> Any:
+    """Emit an address as a pointer to something."""
+    return builder.inttoptr(address, kind.as_pointer())
 
 
 @operation(vector(types.float32))
@@ -91,34 +90,35 @@ def first_lanes(builder: Any, count: Any) -> Any:
 @operation(vector(types.int64, mask_of_lanes))
 def load(builder: Any, address: Any, mask: Any) -> Any:
     """Emit the load of numbers at an address; zeros outside the mask; memory there is not touched."""
-    pointer = builder.inttoptr(address, NUMBERS.as_pointer())
     zeros = ir.Constant(NUMBERS, [0.0] * WIDTH)
-    return call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)
+    return call(
+        builder, "masked.load.v16f32.p0", NUMBERS, at(builder, address, NUMBERS), ALIGNMENT, mask, zeros
+    )
 
 
 @operation(types.void(types.int64, vector, mask_of_lanes))
 def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
     """Emit the store of the numbers inside a mask."""
-    pointer = builder.inttoptr(address, NUMBERS.as_pointer())
+    pointer = at(builder, address, NUMBERS)
     return call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
 
 
 @operation(tile(types.int64))
 def load_tile(builder: Any, address: Any) -> Any:
     """Emit the load of sixty-four numbers that lie one after the other."""
-    return builder.load(builder.inttoptr(address, tile.kind.as_pointer()), align=4)
+    return builder.load(at(builder, address, tile.kind), align=4)
 
 
 @operation(types.void(types.int64, tile))
 def store_tile(builder: Any, address: Any, numbers: Any) -> None:
     """Emit the store of sixty-four numbers, one after the other."""
-    builder.store(numbers, builder.inttoptr(address, tile.kind.as_pointer()), align=4)
+    builder.store(numbers, at(builder, address, tile.kind), align=4)
 
 
 @operation(types.void(types.int64, vector))
 def stream(builder: Any, address: Any, numbers: Any) -> None:
     """Emit the store of numbers past the caches."""
-    written = builder.store(numbers, builder.inttoptr(address, NUMBERS.as_pointer()), align=VECTOR_BYTES)
+    written = builder.store(numbers, at(builder, address, NUMBERS), align=VECTOR_BYTES)
     written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
 
 
@@ -139,7 +139,7 @@ def total(builder: Any, numbers: Any) -> Any:
 @operation(types.void(types.int64))
 def fetch(builder: Any, address: Any) -> Any:
     """Emit a request for a line of memory, into a core's second cache."""
-    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    pointer = at(builder, address, ir.IntType(8))
     to_read, into_the_second, of_data = INT32(0), INT32(2), INT32(1)
     return call(builder, "prefetch.p0", ir.VoidType(), pointer, to_read, into_the_second, of_data)
 
@@ -147,26 +147,27 @@ def fetch(builder: Any, address: Any) -> Any:
 @operation(tile(vector, vector, vector, vector))
 def tile_of(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Emit a tile of four vectors."""
-    first, second = (_shuffled(builder, *pair, range(2 * WIDTH)) for pair in ((a, b), (c, d)))
-    return _shuffled(builder, first, second, range(4 * WIDTH))
+    first, second = (shuffled(builder, *pair, range(2 * WIDTH)) for pair in ((a, b), (c, d)))
+    return shuffled(builder, first, second, range(4 * WIDTH))
 
 
 @operation(tile(vector))
 def spread(builder: Any, numbers: Any) -> Any:
     """Emit a tile of one vector, four times."""
-    return _shuffled(builder, numbers, numbers, [*range(WIDTH)] * 4)
+    return shuffled(builder, numbers, numbers, [*range(WIDTH)] * 4)
 
 
 @operation(types.UniTuple(vector, 4)(tile))  # type: ignore[no-untyped-call]
 def rows_of(builder: Any, rows: Any) -> Any:
     """Emit the four vectors of a tile."""
     starts = range(0, 4 * WIDTH, WIDTH)
-    some = [_shuffled(builder, rows, rows, range(start, start + WIDTH)) for start in starts]
+    some = [shuffled(builder, rows, rows, range(start, start + WIDTH)) for start in starts]
     pack: Any = cgutils.pack_array
     return pack(builder, some)
 
 
-def _shuffled(builder: Any, one: Any, other: Any, order: Sequence[int]) -> Any:
+def shuffled(builder: Any, one: Any, other: Any, order: Sequence[int]) -> Any:
+    """Emit the elements of two vectors at some places."""
     return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
 
 
@@ -201,4 +202,4 @@ def repeated(builder: Any, number: Any, num_lanes: int = WIDTH) -> Any:
     # LLVM writes it like this itself, and takes it for one operation, and not for many.
     kind = ir.VectorType(number.type, num_lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, num_lanes), [0] * num_lanes))
+    return shuffled(builder, one, one, [0] * num_lanes)

@@ -107,24 +107,19 @@ def products(
     i = tl.load(tiles + 2 * pid + 1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, R)
     inside = (r < rank)[:, None] & (i < rows)[None, :]
-    if DOT == "":
-        # Each program adds to its own sums: the order is the tile's, whatever the number of multiprocessors.
-        # Added up element by element, and over the columns of a tile only at the end.
-        sums = tl.zeros((R, ROWS, COLUMNS), tl.float32)
-        for k in tl.range(0, columns, COLUMNS, num_stages=STAGES):
-            j = k + tl.arange(0, COLUMNS)
-            x = some_columns(q, rank, columns, j, R)
-            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
+    # Each program adds to its own sums: the order is the tile's, whatever the number of multiprocessors.
+    # Without `tl.dot` element by element, and over the columns of a tile only at the end.
+    sums = tl.zeros((R, ROWS, COLUMNS) if DOT == "" else (ROWS, R), tl.float32)
+    for k in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+        j = k + tl.arange(0, COLUMNS)
+        x = some_columns(q, rank, columns, j, R)
+        w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
+        if DOT == "":
             sums += x[:, None, :] * w[None, :, :]
-        tl.store(p + r[:, None] * rows + i[None, :], tl.sum(sums, axis=2), inside)
-    else:
-        total = tl.zeros((ROWS, R), tl.float32)
-        for k in tl.range(0, columns, COLUMNS, num_stages=STAGES):
-            j = k + tl.arange(0, COLUMNS)
-            x = some_columns(q, rank, columns, j, R)
-            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
-            total = tl.dot(w, tl.trans(x), total, input_precision=DOT)
-        tl.store(p + r[:, None] * rows + i[None, :], tl.trans(total), inside)
+        else:
+            sums = tl.dot(w, tl.trans(x), sums, input_precision=DOT)
+    found = tl.sum(sums, axis=2) if DOT == "" else tl.trans(sums)
+    tl.store(p + r[:, None] * rows + i[None, :], found, inside)
 
 
 @triton.jit
@@ -147,22 +142,18 @@ def projections(
     r = tl.arange(0, R)
     at = part + (split * rank + r[:, None]) * columns + j[None, :]
     inside = (r < rank)[:, None] & (j < columns)[None, :]
-    if DOT == "":
-        sums = tl.zeros((R, ROWS, COLUMNS), tl.float32)
-        for k in tl.range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS, num_stages=STAGES):
-            i = split * SPLIT + k + tl.arange(0, ROWS)
-            x = some_columns(left, rank, rows, i, R)
-            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
+    sums = tl.zeros((R, ROWS, COLUMNS) if DOT == "" else (R, COLUMNS), tl.float32)
+    for k in tl.range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS, num_stages=STAGES):
+        i = split * SPLIT + k + tl.arange(0, ROWS)
+        x = some_columns(left, rank, rows, i, R)
+        w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
+        if DOT == "":
             sums += x[:, :, None] * w[None, :, :]
-        tl.store(at, tl.sum(sums, axis=1), inside)
-    else:
-        total = tl.zeros((R, COLUMNS), tl.float32)
-        for k in tl.range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS, num_stages=STAGES):
-            i = split * SPLIT + k + tl.arange(0, ROWS)
-            x = some_columns(left, rank, rows, i, R)
-            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
-            total = tl.dot(x, w, total, input_precision=DOT)
-        tl.store(at, total, inside)
+        else:
+            sums = tl.dot(x, w, sums, input_precision=DOT)
+    if DOT == "":
+        sums = tl.sum(sums, axis=1)
+    tl.store(at, sums, inside)
 
 
 @triton.jit

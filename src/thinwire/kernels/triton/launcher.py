@@ -24,11 +24,9 @@ def launch(
     arguments: Sequence[torch.Tensor | int | None],
     constants: Mapping[str, object],
     device: torch.device,
-    *,
-    reads: Sequence[torch.Tensor] = (),
-    writes: Sequence[torch.Tensor] = (),
+    touched: Sequence[torch.Tensor],
 ) -> None:
-    """Launch a kernel on the current stream of a device."""
+    """Launch a kernel on the current stream of a device; `touched` is what it reads and what it writes."""
     # For parameters without elements; CUDA refuses an empty grid.
     if programs == 0:
         return
@@ -47,7 +45,7 @@ def check() -> None:
     """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
     number = torch.zeros(1, dtype=torch.float32, device="cuda")
     # With the options of all launches: without them some versions of Triton warn, which may be an error.
-    launch("compiled_codes.probe", 1, [number], FUSED, number.device, writes=[number])
+    launch("compiled_codes.probe", 1, [number], FUSED, number.device, [number])
 
 
 @cache
@@ -83,12 +81,8 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
     """Return the table of a launch on a device, made when its key is seen for the first time.
 
     In most steps nothing is new: DDP's buckets and the residuals stay where they are, and the allocator gives
-    a step the memory of the one before.
-
-    Args:
-        key: Names all that the table is made of: numbers of bound groups, and every other address.
-        make: Makes its rows.
-        device: Where kernels read it.
+    a step the memory of the one before. The key names all that the table is made of: numbers of bound groups,
+    and every other address.
     """
     # One for each stream: on a different one the copy may not have arrived yet.
     key = (device, _stream(device), key)

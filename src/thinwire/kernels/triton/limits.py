@@ -49,7 +49,7 @@ def reaches(device: torch.device) -> bool:
 
 def why_not(device: torch.device) -> str:
     """Return why no kernel serves a device; "" if some do."""
-    return _why_not(device) or _why_unusable()
+    return _why_not(device) or why_unusable()
 
 
 @cache
@@ -75,14 +75,9 @@ def installed() -> str | None:
     return None
 
 
-def can_be_used() -> bool:
-    """Return whether Triton is there, new enough, and compiles a small kernel; say so if not."""
-    why_not = _why_unusable()
-    return warn_fallback(why_not) if why_not else True
-
-
 @cache
-def _why_unusable() -> str:
+def why_unusable() -> str:
+    """Return what is wrong with Triton: it must be there, new enough, and compile a small kernel."""
     release = installed()
     if release is None:
         return "Triton is not installed"

@@ -50,8 +50,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
         ],
         constants(codebook, blocks, **statistic(codebook)),
         flat.device,
-        reads=[flat],
-        writes=[coded.message],
+        [flat, coded.message],
     )
     return coded
 
@@ -78,8 +77,7 @@ def averaged(item: MeanArgs) -> Coded:
         ],
         constants(codebook, blocks, **statistic(codebook)),
         device,
-        reads=[message],
-        writes=[coded.message, *([] if lost is None else [lost])],
+        [message, coded.message, *([] if lost is None else [lost])],
     )
     return coded
 
@@ -100,8 +98,7 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
-        reads=[coded.message],
-        writes=[flat],
+        [coded.message, flat],
     )
 
 
@@ -131,8 +128,7 @@ def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
-        reads=[coded.message, sent.message, values, lost],
-        writes=[flat, rest],
+        [coded.message, sent.message, values, lost, flat, rest],
     )
     return rest
 
@@ -155,7 +151,7 @@ def _draws(draws: RandomBits | None) -> tuple[torch.Tensor | None, torch.Tensor 
 
 def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return where blocks begin, and their lengths; if all are whole, a kernel knows that by itself."""
-    return (None, None) if blocks.are_whole else (blocks.firsts(device), blocks.lengths(device))
+    return (None, None) if blocks.are_whole else (blocks.firsts[device], blocks.lengths[device])
 
 
 def _tiles(blocks: Blocks) -> int:

@@ -37,15 +37,14 @@ def encode(query: TopKQuery) -> torch.Tensor:
     """Take two launches, and zeros."""
     layout, flat, device = query.layout, query.flat, query.flat.device
     positions, values = _empty((layout.num_entries,), device)
-    table = layout.table(device)
+    table = layout.table[device]
     launcher.launch(
         "compiled_entries.select",
         layout.num_chunks,
         [flat, query.error, query.loss_scale, table, positions, values, layout.num_chunks],
         _of_chunks(query),
         device,
-        reads=[flat, query.error],
-        writes=[positions, values],
+        [flat, query.error, positions, values],
     )
     # Whole words, of which each chunk sets its own bits.
     message = torch.zeros(-(-layout.num_bytes // 4) * 4, dtype=torch.uint8, device=device)
@@ -57,8 +56,7 @@ def encode(query: TopKQuery) -> torch.Tensor:
         [positions, values, table, message, layout.num_chunks, *_streams(layout)],
         {**_of_words(layout), "KEPT": width, "ROWS": rows},
         device,
-        reads=[positions, values],
-        writes=[message],
+        [positions, values, message],
     )
     return message[: layout.num_bytes]
 
@@ -73,11 +71,10 @@ def decode(query: TopKQuery, gathered: torch.Tensor) -> tuple[torch.Tensor, torc
     launcher.launch(
         "compiled_entries.unpack",
         -(-layout.num_chunks // rows),
-        [gathered, gathered.stride(0), layout.table(device), positions, values, *sizes],
+        [gathered, gathered.stride(0), layout.table[device], positions, values, *sizes],
         {**_of_words(layout), "MARKS": width, "ROWS": rows},
         device,
-        reads=[gathered],
-        writes=[positions, values],
+        [gathered, positions, values],
     )
     return positions, values
 
@@ -97,7 +94,7 @@ def merge(
         [
             *(flat, error, query.loss_scale),
             None if is_healthy is None else is_healthy.view(torch.int8),
-            *(layout.table(flat.device), *sent, less),
+            *(layout.table[flat.device], *sent, less),
             flat if is_wide else torch.empty_like(error),  # room for the sums, of which few are touched
             *(counts, layout.num_chunks, query.rank, len(sent[0]), layout.num_entries),
         ],
@@ -109,8 +106,7 @@ def merge(
             "num_warps": MERGING_WARPS,
         },
         flat.device,
-        reads=[flat, error, *sent],
-        writes=[flat, error],
+        [flat, error, *sent, flat, error],
     )
 
 

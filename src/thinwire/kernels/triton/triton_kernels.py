@@ -83,22 +83,15 @@ _numbers = count()
 
 
 class _GroupTable:
-    """The addresses and sizes of a group.
-
-    Attributes:
-        number: Names it in keys of tables: no other group gets it.
-        kind: The constants compiled in: type, rows of a factor, and whether all rows are aligned. So a matrix
-            is computed alike whatever else is in its bucket.
-        addresses: Of each matrix and its residual (0 without one).
-        written: Where `reconstruct` writes the residual of each.
-        sizes: Rows, columns and matrix rank of each matrix.
-    """
+    """The addresses and sizes of a group, and where `reconstruct` writes the residual of each matrix."""
 
     def __init__(self, group: MatrixGroup, written: Sequence[torch.Tensor | None]) -> None:
         matrices, errors = group.matrices, group.errors
         touched = [tensor for tensor in (*matrices, *errors, *written) if tensor is not None]
         is_aligned = all(tensor.shape[-1] % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in touched)
+        # Names it in keys of tables: no other group gets it.
         self.number, self.has_errors = next(_numbers), any(error is not None for error in errors)
+        # What is compiled in, so that a matrix is computed alike whatever else is in its bucket.
         self.kind = matrices[0].dtype, padded(group.matrix_rank), is_aligned
         self.addresses = [*zip(map(_address, matrices), map(_address, errors), strict=True)]
         self.written = list(map(_address, written))
@@ -112,89 +105,77 @@ def _table_of(group: MatrixGroup) -> _GroupTable:
     return bound
 
 
-class _Launch:
-    """A launch of a kernel over some groups of one kind."""
+def _launch_over(
+    kernel: str,
+    items: Sequence[MatmulBatch] | Sequence[Reconstruction],
+    bound: Sequence[_GroupTable],
+    beside: Sequence[Sequence[torch.Tensor]],
+    outs: Sequence[torch.Tensor],
+    *arguments: torch.Tensor | None,
+    is_first: bool = False,
+    **constants: object,
+) -> None:
+    """Launch a kernel over the matrices of some items, all of one kind.
 
-    def __init__(
-        self,
-        kernel: str,
-        groups: Sequence[MatrixGroup],
-        bound: Sequence[_GroupTable],
-        loss_scale: torch.Tensor | None,
-        *,
-        is_first: bool,
-    ) -> None:
-        dtype, factor_rows, is_aligned = bound[0].kind
-        is_fp32 = dtype == torch.float32
-        # Whether the launch leaves gradient plus residual where the gradient was; in fp32 those that come
-        # later find the sum there.
-        keeps = is_first and is_fp32 and any(group.has_errors for group in bound)
-        self._adds = is_first or not is_fp32
-        self._kernel, self._groups, self._bound = kernel, groups, bound
-        self.tile = tile_of(kernel, factor_rows, is_aligned=is_aligned, keeps=keeps)
-        # A kernel gets the address of the scale, so the host need not wait for its value.
-        self._scale = None if loss_scale is None else loss_scale.float()
-        self._constants: dict[str, object] = {
-            "G": LETTERS[dtype],
-            "R": factor_rows,
-            "ROWS": self.tile.rows,
-            "COLUMNS": self.tile.columns,
-            # Without this the compiler reads one number at a time: an address from a table may be any.
-            "ALIGNED": is_aligned,
-            # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
-            "DOT": ("ieee" if torch.version.hip else "tf32x3") if factor_rows >= DOT_ROWS else "",
-            **FUSED,
-            "num_warps": self.tile.warps,
-        }
-        if kernel != "reconstruct":
-            self._constants |= {"KEEPS": keeps, "STAGES": self.tile.stages}
-        self._writes_matrices = keeps or kernel == "reconstruct"
+    Each row of its table ends with the addresses of its matrix's parts of the batches `beside`, in front of
+    which stand the residuals that `reconstruct` writes. If it is the first of the step, gradients are without
+    their residuals. `outs` is what it writes beside them.
+    """
+    dtype, factor_rows, is_aligned = bound[0].kind
+    is_fp32, reconstructs = dtype == torch.float32, kernel == "reconstruct"
+    # Whether the launch leaves gradient plus residual where the gradient was; in fp32 those that come later
+    # find the sum there.
+    keeps = is_first and is_fp32 and any(group.has_errors for group in bound)
+    adds = is_first or not is_fp32
+    tile = tile_of(kernel, factor_rows, is_aligned=is_aligned, keeps=keeps)
+    # A kernel gets the address of the scale, so the host need not wait for its value.
+    scale = None if items[0].loss_scale is None else items[0].loss_scale.float()
+    key = (
+        *(kernel, adds, tile, _address(scale), *(group.number for group in bound)),
+        *(batch.data_ptr() for batches in beside for batch in batches),
+    )
 
-    def run(
-        self,
-        beside: Sequence[Sequence[torch.Tensor]],
-        outs: Sequence[torch.Tensor],
-        constants: dict[str, object],
-        *arguments: torch.Tensor | None,
-        written: bool = False,
-    ) -> None:
-        """Launch the kernel.
+    def make() -> TableRows:
+        heads = [
+            (
+                matrix,
+                error if adds else 0,
+                _address(scale),
+                *group.sizes,
+                *([residual] if reconstructs else []),
+            )
+            for group in bound
+            for (matrix, error), residual in zip(group.addresses, group.written, strict=True)
+        ]
+        ends = zip(*map(_matrix_addresses, beside), strict=True)
+        programs = [PROGRAMS[kernel](tile, head[3], head[4]) for head in heads]
+        return [(*head, *end) for head, end in zip(heads, ends, strict=True)], programs
 
-        Args:
-            beside: Batches that it reads or writes: each row of its table ends with the address of its
-                matrix's part of each.
-            outs: Those of them that it writes.
-            constants: More of those that are compiled in.
-            arguments: Behind the table.
-            written: Whether where residuals are written stands in front of those addresses.
-        """
-        bound, scale = self._bound, _address(self._scale)
-        key = (
-            *(self._kernel, self._adds, self.tile, scale, *(group.number for group in bound)),
-            *(batch.data_ptr() for batches in beside for batch in batches),
-        )
-
-        def make() -> TableRows:
-            heads = [
-                (matrix, error if self._adds else 0, scale, *group.sizes, *([residual] if written else []))
-                for group in bound
-                for (matrix, error), residual in zip(group.addresses, group.written, strict=True)
-            ]
-            ends = zip(*map(_matrix_addresses, beside), strict=True)
-            programs = [PROGRAMS[self._kernel](self.tile, head[3], head[4]) for head in heads]
-            return [(*head, *end) for head, end in zip(heads, ends, strict=True)], programs
-
-        matrices = [matrix for group in self._groups for matrix in group.matrices]
-        errors = [error for group in self._groups for error in group.errors if error is not None]
-        read = [batch for batches in beside if batches is not outs for batch in batches]
-        _launch(
-            f"compiled_matrices.{self._kernel}",
-            launch_table(key, make, matrices[0].device),
-            {**self._constants, **constants},
-            [*matrices, *(errors if self._adds else []), *read],
-            [*(matrices if self._writes_matrices else []), *outs],
-            *arguments,
-        )
+    compiled_in: dict[str, object] = {
+        "G": LETTERS[dtype],
+        "R": factor_rows,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        # Without this the compiler reads one number at a time: an address from a table may be any.
+        "ALIGNED": is_aligned,
+        # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
+        "DOT": ("ieee" if torch.version.hip else "tf32x3") if factor_rows >= DOT_ROWS else "",
+        **FUSED,
+        "num_warps": tile.warps,
+        **({} if reconstructs else {"KEEPS": keeps, "STAGES": tile.stages}),
+        **constants,
+    }
+    matrices = [matrix for item in items for matrix in item.group.matrices]
+    errors = [error for item in items for error in item.group.errors if error is not None]
+    touched = [*matrices, *(errors if adds else []), *(matrices if keeps or reconstructs else []), *outs]
+    touched += [batch for batches in beside if batches is not outs for batch in batches]
+    _launch(
+        f"compiled_matrices.{kernel}",
+        launch_table(key, make, matrices[0].device),
+        compiled_in,
+        touched,
+        *arguments,
+    )
 
 
 PROGRAMS: dict[str, Callable[[Tile, int, int], int]] = {
@@ -209,13 +190,12 @@ def _launch(
     kernel: str,
     table: LaunchTable,
     constants: dict[str, object],
-    reads: Sequence[torch.Tensor],
-    writes: Sequence[torch.Tensor],
+    touched: Sequence[torch.Tensor],
     *beside: torch.Tensor | None,
 ) -> None:
     """Launch a kernel over a table, on the device on which that lies."""
     arguments, device = [table.rows, table.tiles, *beside], table.rows.device
-    launcher.launch(kernel, table.programs, arguments, constants, device, reads=reads, writes=writes)
+    launcher.launch(kernel, table.programs, arguments, constants, device, touched)
 
 
 # The kernels of `base.Kernels`.
@@ -224,26 +204,27 @@ def _launch(
 def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Take one launch for each kind of matrices."""
     results = _products_results(items, side=0)
-    for launch, factors, outs in _launches("products", items, results):
-        launch.run([factors, outs], outs, {})
+    for some, bound, factors, outs in _by_kind(items, results):
+        _launch_over("products", some, bound, [factors, outs], outs, is_first=some[0].add_error)
     return results
 
 
 def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Take one launch for each kind of matrices, and one for all."""
     results = _products_results(items, side=1)
-    launches = list(_launches("projections", items, results))
-    all_outs = [out for *_, outs in launches for out in outs]
+    kinds = list(_by_kind(items, results))
+    all_outs = [out for *_, outs in kinds for out in outs]
     # Parts and a second launch, and no atomic additions: those come in a different order every time.
-    splits = [-(-batch.shape[2] // SPLIT_ROWS) for _, factors, _ in launches for batch in factors]
+    splits = [-(-batch.shape[2] // SPLIT_ROWS) for _, _, factors, _ in kinds for batch in factors]
     shapes = [(len(out), split, *out.shape[1:]) for split, out in zip(splits, all_outs, strict=True)]
     # One room for all launches: the second one reads what each of them has written.
     buffer = workspace("parts", sum(map(math.prod, shapes)), torch.float32, results[0].device)
     all_parts = split_as(buffer, shapes)
     remaining = iter(all_parts)
-    for launch, factors, outs in launches:
-        parts = [next(remaining) for _ in outs]
-        launch.run([factors, parts], parts, {"SPLIT": SPLIT_ROWS})
+    for some, bound, factors, outs in kinds:
+        parts, is_first = [next(remaining) for _ in outs], some[0].add_error
+        beside = [factors, parts]
+        _launch_over("projections", some, bound, beside, parts, is_first=is_first, SPLIT=SPLIT_ROWS)
 
     def make() -> TableRows:
         splits = [part.shape[1] for part in all_parts for _ in part]
@@ -253,7 +234,7 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 
     key = "add_splits", *((tensor.data_ptr(), tensor.shape) for tensor in (*all_parts, *all_outs))
     table = launch_table(key, make, results[0].device)
-    _launch("compiled_matrices.add_splits", table, {"COLUMNS": SUMS, **FUSED}, all_parts, all_outs)
+    _launch("compiled_matrices.add_splits", table, {"COLUMNS": SUMS, **FUSED}, [*all_parts, *all_outs])
     return results
 
 
@@ -262,17 +243,15 @@ def _products_results(items: Sequence[MatmulBatch], *, side: int) -> list[torch.
     return _results([item.out for item in items], shapes, items[0].factor.device)
 
 
-def _launches(
-    kernel: str, items: Sequence[MatmulBatch], results: Sequence[torch.Tensor]
-) -> Iterator[tuple[_Launch, list[torch.Tensor], list[torch.Tensor]]]:
-    """Yield the launches of a kernel, with their factors and results."""
+def _by_kind(
+    items: Sequence[MatmulBatch], results: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[MatmulBatch], list[_GroupTable], list[torch.Tensor], list[torch.Tensor]]]:
+    """Yield the items of each kind, with their tables, factors and results."""
     bound = [_table_of(item.group) for item in items]
     for indices in group_indices(bound, lambda group: group.kind):
-        first, groups = items[indices[0]], [items[index].group for index in indices]
-        of_kind = [bound[index] for index in indices]
-        launch = _Launch(kernel, groups, of_kind, first.loss_scale, is_first=first.add_error)
-        factors = [_contiguous(items[index].factor) for index in indices]
-        yield launch, factors, [results[index] for index in indices]
+        some = [items[index] for index in indices]
+        factors = [_contiguous(item.factor) for item in some]
+        yield some, [bound[index] for index in indices], factors, [results[index] for index in indices]
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
@@ -288,8 +267,6 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
     for indices in group_indices(range(len(items)), lambda i: (bound[i].kind, len(items[i].terms))):
         some = [items[index] for index in indices]
         dtype, _, _ = bound[indices[0]].kind
-        groups, of_kind = [item.group for item in some], [bound[index] for index in indices]
-        launch = _Launch("reconstruct", groups, of_kind, some[0].loss_scale, is_first=False)
         # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
         # the terms before the last one, `subtract_own` has taken.
         pairs = [[item.terms[-1].sent, *(term.mean for term in item.terms)] for item in some]
@@ -300,9 +277,10 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         ]
         # In fp32 a mean beyond the range is infinite, and its step is not healthy.
         limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
-        constants: dict[str, object] = {"TERMS": len(some[0].terms), "LIMIT": limit}
-        outs = [error for item in some for error in item.errors or () if error is not None]
-        launch.run(factors, outs, constants, _flag(some[0].is_healthy), written=True)
+        outs = [error for item in some for error in item.errors or ()]
+        of_kind, flag = [bound[index] for index in indices], _flag(some[0].is_healthy)
+        terms = len(pairs[0]) - 1
+        _launch_over("reconstruct", some, of_kind, factors, outs, flag, TERMS=terms, LIMIT=limit)
 
 
 def write(items: Sequence[Write]) -> None:
@@ -323,7 +301,7 @@ def write(items: Sequence[Write]) -> None:
         # Types are compiled in; all else a launch looks up for each tensor.
         letters = {"G": LETTERS[targets[0].dtype], "SOURCE": LETTERS[healthy[0].dtype]}
         constants = {**letters, "COLUMNS": ELEMENTS, **FUSED}
-        _launch("compiled_matrices.write", table, constants, healthy, targets, _flag(some[0].is_healthy))
+        _launch("compiled_matrices.write", table, constants, healthy + targets, _flag(some[0].is_healthy))
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -333,7 +311,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # One byte of each program, and no common one: to write that, they would have to take turns.
     flags = torch.empty(table.programs, dtype=torch.int8, device=tensors[0].device)
     constants = {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED}
-    _launch("compiled_matrices.finite", table, constants, tensors, [flags], flags)
+    _launch("compiled_matrices.finite", table, constants, [*tensors, flags], flags)
     return flags.view(torch.bool).all()
 
 
@@ -369,8 +347,8 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     )
     table = launch_table(key, make, device)
     # Three launches, since the programs of one can't wait for each other.
-    for kernel, writes in (("gram", grams), ("gram_again", grams), ("orthonormal", results)):
-        _launch(f"compiled_bases.{kernel}", table, basis_constants(kernel, rows), factors, writes)
+    for kernel, written in (("gram", grams), ("gram_again", grams), ("orthonormal", results)):
+        _launch(f"compiled_bases.{kernel}", table, basis_constants(kernel, rows), [*factors, *written])
     return results
 
 

@@ -1,18 +1,15 @@
-"""Groups: who takes part in an averaging, and what joins them."""
+"""One member's end of a group whose members come and go."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.comm import InProcessTransport, Transport
 from thinwire.comm.metered import Wrapped
 from thinwire.errors import ConfigError
-
-Weight: TypeAlias = Literal["steps", "work", "members", "contributors"]
-"""The weight of a member: its steps, or counted work; or 1, perhaps only with steps of its own."""
 
 
 class Group(ABC):
@@ -65,7 +62,7 @@ class Group(ABC):
         self.wait_seconds = float(number("wait_seconds", wait_seconds, minimum=0))
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
-        self.weigh_by: Weight = weigh_by
+        self.weigh_by = weigh_by
         self.send_optimizer = true_or_false("send_optimizer", send_optimizer)
         self.transport = Wrapped(InProcessTransport.group(1)[0])
         self.inside: Transport = InProcessTransport.group(1)[0]
@@ -113,30 +110,3 @@ class Group(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Leave; no one waits for this member any more."""
-
-
-class StaticGroup(Group):
-    """A group whose membership never changes.
-
-    Args:
-        transport: Joins its members.
-    """
-
-    kind = "static"
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(min_members=1, wait_seconds=0.0, send_optimizer=False)
-        self.weigh_by = "members"
-        self.transport.transport = transport
-
-    def start_quorum(self) -> None:
-        pass
-
-    def commit(self, committed: bool) -> None:
-        pass
-
-    def reset(self, commits: int = 0) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
 from thinwire.comm import Description, Message, Transport, Work, gather_bytes, gather_numbers
 from thinwire.comm.metered import Wrapped
-from thinwire.comm.transport import CombinedWork
+from thinwire.comm.transport import CombinedWork, CompletedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
+from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
 
 PURPOSE = "the processes of a member telling each other"
-FORWARDED_ERRORS = (CommunicationError, LeftError, StateError)  # of the first process, which all raise
+# What one process of a member raises, all raise; anything else ends the member.
+FORWARDED = {kind.__name__: kind for kind in (CommunicationError, LeftError, StateError)}
 
 
 class BrokenMemberError(CommunicationError):
@@ -33,8 +35,8 @@ class MachineGroup(Group):
     """
 
     def __init__(self, group: Any, *, has_parts: bool) -> None:
-        settings = {"weigh_by": group.weigh_by, "send_optimizer": group.send_optimizer}
-        super().__init__(group.min_members, group.wait_seconds, **settings)
+        options = {"weigh_by": group.weigh_by, "send_optimizer": group.send_optimizer}
+        super().__init__(group.min_members, group.wait_seconds, **options)
         self.inside, self.has_parts, self.kind = _Inside(group.inside), has_parts, group.kind
         self._group, self._is_first = group, self.inside.rank == 0
         self._leader = _LeaderTransport(group.transport if self._is_first else None, self.inside)
@@ -51,51 +53,34 @@ class MachineGroup(Group):
         return gather_numbers([value], self.inside, PURPOSE)[0][0]
 
     def start_quorum(self) -> None:
-        quorum = broadcast_outcome(self._start_first_quorum, self.inside)
-        self._leader.rank, self._leader.size = quorum["rank"], quorum["size"]
-        self.quorum_id, self.num_changes = quorum["quorum"], quorum["changes"]
-        self._address = quorum["address"]
-        if quorum["received"] is None:
-            self.received = None
-        elif not self._is_first:
-            self.received = quorum["received"]  # until `join` brings the rest
+        place, *quorum, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
+        self._leader.rank, self._leader.size = place
+        self.quorum_id, self.num_changes, self._address = quorum
+        if not self._is_first:  # until `join` brings the rest
+            self.received = None if lineage is None else {"members": {"lineage": lineage}}
 
-    def _start_first_quorum(self) -> dict[str, Any]:
-        group = self._group
+    def _start_first_quorum(self) -> list[Any]:
+        group, transport = self._group, self._group.transport
         group.start_quorum()
         if group.received is not None:
             self.received, group.received = group.received, None
-        outline: dict[str, Any] | None = None
-        if self.received is not None:
-            # The entries that must be known before the state is there; without them all refuse it alike.
-            try:
-                lineage = self.received["members"]["lineage"]
-                outline = {"step": self.received["step"], "members": {"lineage": lineage}}
-            except (KeyError, TypeError):
-                outline = {}
-        return {
-            "rank": group.transport.rank,
-            "size": group.transport.size,
-            "quorum": group.quorum_id,
-            "changes": group.num_changes,
-            "address": group.address,
-            "received": outline,
-        }
+        lineage = None if self.received is None else lineage_of(self.received)
+        place = transport.rank, transport.size
+        return [place, group.quorum_id, group.num_changes, group.address, lineage]
 
     def join(self, are_new: Sequence[bool]) -> None:
+        leader, inside = self._leader, self.inside
         if self.has_parts and not self._is_first:  # whose quorum has joined it to those of its local rank
-            leader, address = self._leader, f"{self._address}/{self.inside.rank}"
+            address = f"{self._address}/{inside.rank}"
             received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
             self.received = None if self.received is None else received
         elif not self.has_parts and self.received is not None:
             data = serialize(self.received) if self._is_first else torch.empty(0, dtype=torch.uint8)
             length = int(self.broadcast_scalar(len(data)))
+            sent = (data if self._is_first else data.new_empty(length)).to(inside.control_device)
+            inside.broadcast(sent, 0, PURPOSE).wait()
             if not self._is_first:
-                data = torch.empty(length, dtype=torch.uint8)
-            data = data.to(self.inside.control_device)
-            self.inside.broadcast(data, 0, PURPOSE).wait()
-            if not self._is_first:
-                self.received = deserialize(data.cpu())
+                self.received = deserialize(sent.cpu())
 
     def break_off(self) -> None:
         self._group.break_off()
@@ -116,22 +101,16 @@ class MachineGroup(Group):
 
 def broadcast_outcome(action: Callable[[], Any], inside: Transport) -> Any:
     """Let the first process of a member act; return its plain result, or raise its failure, on all."""
-    result, failure = None, None
+    result = failure = None
     if inside.rank == 0:
         try:
             result = action()
         except BaseException as error:  # whatever it is, the others of this member wait to hear
             failure = error
-    data = _encoded(failure, FORWARDED_ERRORS) or json.dumps({"result": result}).encode()
-    data = gather_bytes(data, inside, PURPOSE)[0]
-    if failure is not None:
-        raise failure
-    if "result" not in (outcome := json.loads(data)):
-        _raise(data, FORWARDED_ERRORS, 0)
-    return outcome["result"]
+    return _results(result, failure, inside)[0]
 
 
-def in_all_processes(action: Callable[[], Any], group: Group, retried: Sequence[type[Exception]]) -> Any:
+def in_all_processes(action: Callable[[], Any], group: Group) -> Any:
     """Do what all processes of a member must be able to do; if one can't, all raise. Collective inside."""
     if group.inside.size == 1:
         return action()
@@ -144,31 +123,21 @@ def in_all_processes(action: Callable[[], Any], group: Group, retried: Sequence[
         # Before the others of this member know: those of this local rank wait for this process's messages.
         group.break_off()
         failure = error
-    everyone = gather_bytes(_encoded(failure, retried), group.inside, PURPOSE)
-    if failure is not None:
-        raise failure
-    for rank, data in enumerate(everyone):
-        if data:
-            _raise(data, [CommunicationError] * len(retried), rank)
+    _results(None, failure, group.inside)
     return result
 
 
-def _encoded(failure: BaseException | None, foreseen: Sequence[type[Exception]]) -> bytes:
-    """Encode a failure for the other processes of this member; empty if there is none."""
-    if failure is None:
-        return b""
-    is_foreseen = not isinstance(failure, BrokenMemberError)
-    numbers = (n for n, known in enumerate(foreseen) if is_foreseen and isinstance(failure, known))
-    number = next(numbers, None)
-    message = str(failure) if number is not None else f"{type(failure).__name__}: {failure}"
-    return json.dumps({"error": [number, message]}).encode()
-
-
-def _raise(data: bytes, foreseen: Sequence[type[Exception]], rank: int) -> None:
-    """Raise the failure of a process of this member; one that was not foreseen ends the member."""
-    number, message = json.loads(data)["error"]
-    error = BrokenMemberError if number is None else foreseen[number]
-    raise error(f"process {rank} of this member: {message}")
+def _results(result: Any, failure: BaseException | None, inside: Transport) -> list[Any]:
+    """Return the plain results of all processes of a member, or raise the failure of one. Collective."""
+    own = [result] if failure is None else [type(failure).__name__, str(failure)]
+    everyone = [json.loads(data) for data in gather_bytes(json.dumps(own).encode(), inside, PURPOSE)]
+    if failure is not None:
+        raise failure
+    for rank, (kind, *message) in enumerate(everyone):
+        if message:
+            told = message[0] if kind in FORWARDED else f"{kind}: {message[0]}"
+            raise FORWARDED.get(kind, BrokenMemberError)(f"process {rank} of this member: {told}")
+    return [result for (result,) in everyone]
 
 
 def described_together(own: Description, group: Group) -> Description:
@@ -196,31 +165,26 @@ class _LeaderTransport(Transport):
         self._first, self._inside = first, inside
 
     def start(self, message: Message) -> Work:
-        work: Work | None = None
-        failure: BaseException | None = None
+        wait_first: Callable[[], None] = CompletedWork().wait
         if self._first is not None:
             try:
-                work = self._first.start(message)
+                wait_first = self._first.start(message).wait
             except BaseException as error:
-                failure = error  # raised when it is waited for, on all alike
-
-        def wait_first() -> None:
-            if failure is not None:
-                raise failure
-            if work is not None:
-                work.wait()
-
-        has_waited = False
+                wait_first = partial(_raise, error)  # when it is waited for, on all alike
+        is_over = False
 
         def wait() -> None:
-            nonlocal has_waited
-            if has_waited:
-                return
-            has_waited = True
-            broadcast_outcome(wait_first, self._inside)
-            self._inside.broadcast(message.output, 0, PURPOSE).wait()
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                broadcast_outcome(wait_first, self._inside)
+                self._inside.broadcast(message.output, 0, PURPOSE).wait()
 
         return CombinedWork(wait)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 class _Inside(Wrapped):

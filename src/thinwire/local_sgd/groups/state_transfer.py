@@ -70,6 +70,18 @@ def deserialize(data: torch.Tensor) -> Any:
         ) from error
 
 
+def lineage_of(state: Any) -> int:
+    """Return the lineage of a state that was sent."""
+    members = state.get("members") if isinstance(state, Mapping) else None
+    lineage = members.get("lineage") if isinstance(members, Mapping) else None
+    if not isinstance(lineage, int):
+        raise StateError(
+            "what the group has sent this member to start from has no lineage, expected a mapping with one, "
+            f"got a {type(state).__name__}; start all members with the same version of Thinwire"
+        )
+    return lineage
+
+
 def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newcomers: Sequence[int]) -> None:
     """Send a state to members that call `receive_state`, one after the other."""
     data = serialize(state)

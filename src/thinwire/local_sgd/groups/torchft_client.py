@@ -32,12 +32,12 @@ class LighthouseGoneError(Exception):
 class QuorumClient:
     """Asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
 
-    It raises `LighthouseGoneError` if the lighthouse ends meanwhile: a connection to it that carries nothing
-    breaks then.
-
     A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
     a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
     processes that have ended.
+
+    Raises:
+        LighthouseGoneError: The lighthouse has ended: a connection to it that carries nothing has broken.
     """
 
     def __init__(self, inner: Any, manager: Any, group: ConfiguredGroup, lighthouse: str) -> None:
@@ -95,7 +95,6 @@ class QuorumClient:
             return True
 
     def close(self) -> None:
-        """End the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -1,0 +1,131 @@
+"""Steps with each priced algorithm, timed or planned, and what follows from them on a link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+
+from thinwire.advice.advice_page import Advice
+from thinwire.advice.losses import BASELINE, Training, expected_losses, notes_on_size, priced
+from thinwire.advice.prediction import NATIVE, Prediction, code_of
+from thinwire.advice.timeline import Network, Timeline
+from thinwire.comm import Transport, gather_numbers
+from thinwire.probe.measured_link import MeasuredLink
+
+ROUND_TRIPS_MS = (0, 5, 20, 80)
+MIN_SPREAD = 0.2  # below, it hardly shows in what is measured
+
+Quartiles = tuple[float, float, float]  # the median comes first
+
+
+@dataclass
+class TimedSteps:
+    """Timings of steps with an algorithm, and the bytes that it keeps between them."""
+
+    timelines: list[Timeline] = field(default_factory=list)
+    memory_bytes: int = 0
+    residual_bytes: int = 0
+
+
+class PricedSteps:
+    """Steps with each priced algorithm, timed or planned, and what they would take on a network."""
+
+    def __init__(
+        self, training: Training, transport: Transport, gradient_bytes: int, shards: int | None = None
+    ) -> None:
+        self.training, self.gradient_bytes = training, gradient_bytes
+        self.transport = transport  # between all processes that measure
+        self.shards = shards  # processes that hold a replica together
+        self.variants, self.losses = priced(), expected_losses(training)
+        self.baseline = NATIVE if shards else BASELINE
+        self.variants[self.baseline] = self.variants.pop(BASELINE)
+        self.losses[self.baseline] = self.losses.pop(BASELINE)
+        self.alone = TimedSteps()
+        self.timed = {name: TimedSteps() for name in self.variants}
+
+    def advice(
+        self,
+        link: MeasuredLink,
+        least_gain: float,
+        budget_loss: float,
+        notes: tuple[Iterable[str], Iterable[str]],
+    ) -> Advice:
+        """Return what follows on a link, by the mean of all processes. Collective.
+
+        Notes on losses come first.
+        """
+        members, round_trips = self.training.members, ROUND_TRIPS_MS if link.counts_round_trips else ()
+        inside_seconds = link.inside_seconds(self.gradient_bytes)
+
+        def quartiles(timed: TimedSteps, network: Network) -> Quartiles:
+            return slowest_of([line.step_seconds(network) for line in timed.timelines], members)
+
+        alone = [timeline.seconds for timeline in self.alone.timelines]
+        # Without averaging, too, the slowest process sets the pace. The spread is that of single ones.
+        numbers = [slowest_of(alone, link.members * link.processes)[0], *slowest_of(alone, 1)[1:]]
+        for timed in self.timed.values():
+            on_others = [partial(link.transfer, round_trip_seconds=ms / 1e3) for ms in round_trips]
+            seconds = *quartiles(timed, link.transfer), *(quartiles(timed, other)[0] for other in on_others)
+            numbers += [inside_seconds + taken for taken in seconds]
+        # All in one message, and alike on all processes, so that all choose alike.
+        means = iter(mean_over_processes(numbers, self.transport))
+        compute_seconds, low_seconds, high_seconds = next(means), next(means), next(means)
+        predictions = []
+        for name, timed in self.timed.items():
+            prediction = Prediction(
+                name,
+                code_of(name, "FSDP2" if self.shards else "DDP"),
+                step_seconds=next(means),
+                low_seconds=next(means),
+                high_seconds=next(means),
+                # All of a replica send over one link.
+                sent_bytes=(self.shards or 1) * timed.timelines[-1].wire_bytes(members),
+                memory_bytes=timed.memory_bytes,
+                is_lossy=not self.variants[name].keeps_16_bits,
+                residual_bytes=timed.residual_bytes,
+                loss=self.losses[name],
+                rounds=timed.timelines[-1].rounds,
+                seconds_at={ms: next(means) for ms in round_trips},
+            )
+            predictions.append(prediction)
+        advice = Advice(
+            predictions=tuple(sorted(predictions, key=lambda prediction: prediction.step_seconds)),
+            baseline=next(prediction for prediction in predictions if prediction.name == self.baseline),
+            compute_seconds=compute_seconds,
+            least_gain=least_gain,
+            budget_loss=budget_loss,
+            optimizer=self.training.optimizer,
+            shards=self.shards,
+            processes=link.processes,
+        )
+        best, sentences = advice.best, [*notes[0], *notes_on_size(self.training)]
+        if best.residual_bytes:
+            residual = f"the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB"
+            seconds_each = link.transfer("all_reduce", best.residual_bytes).seconds
+            about = f"about {seconds_each:.2g} s each time"
+            sentences.append(f"Saving (state_dict) averages {residual}, over the link: {about}.")
+        if high_seconds > (1 + MIN_SPREAD) * low_seconds:
+            spread = f"{1e3 * low_seconds:.1f} to {1e3 * high_seconds:.1f} ms"
+            surer = "on a quiet machine predictions are surer"
+            sentences.append(f"Half of the steps without averaging took {spread}: {surer}.")
+        return replace(advice, notes=(*sentences, *notes[1]))
+
+
+def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:
+    """Return median and quartiles of the slowest of as many steps as there are processes."""
+    # All of k independent steps are below a time with the k-th power of the chance that one is.
+    ordered = sorted(seconds)
+
+    def below(share: float) -> float:
+        return ordered[math.ceil(len(ordered) * math.pow(share, 1 / processes)) - 1]
+
+    return below(0.5), below(0.25), below(0.75)
+
+
+def mean_over_processes(numbers: Sequence[float], transport: Transport) -> list[float]:
+    """Return the mean of each number over all processes. Collective."""
+    everyone = gather_numbers(numbers, transport, "advise: what the processes have measured")
+    return [fmean(column) for column in zip(*everyone, strict=True)]
