@@ -423,24 +423,16 @@ def test_a_setting_is_not_set_during_a_backward_pass() -> None:
     assert refused == [1]
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "kept"),
-    [
-        ("matrix_approximation_rank", np.int64(2), {"matrix_rank": 2}),
-        ("start_powerSGD_iter", 1e3, {"warmup_steps": 1000}),
-        ("min_compression_rate", np.float32(1.5), {"min_compression_ratio": 1.5}),
-        ("warm_start", np.True_, {"warm_start": True}),
-        ("random_seed", np.int32(3), {"seed": 3}),
-        ("orthogonalization_epsilon", np.float32(1e-8), {}),
-        ("compression_stats_logging_frequency", 1e4, {}),
-        ("batch_tensors_with_same_shape", np.False_, {}),
-    ],
-)
-def test_settings_of_the_types_that_torch_takes(setting: str, value: Any, kept: dict[str, Any]) -> None:
+def test_settings_of_the_types_that_torch_takes() -> None:
     """Told to the other processes as Python's own, so one that was given an int agrees."""
-    stock_power.PowerSGDState(None, **{setting: value})
-    algorithm = hooks.PowerSGDState(None, **{setting: value}).algorithm(PowerSGD)
-    assert repr(algorithm) == repr(PowerSGD(**({"matrix_rank": 1, "warmup_steps": 1000} | kept)))
+    given: dict[str, Any] = {"matrix_approximation_rank": np.int64(2), "start_powerSGD_iter": 1e3}
+    given |= {"min_compression_rate": np.float32(1.5), "use_error_feedback": 0, "warm_start": np.True_}
+    given |= {"random_seed": np.int32(3), "orthogonalization_epsilon": np.float32(1e-8)}
+    given |= {"compression_stats_logging_frequency": 1e4, "batch_tensors_with_same_shape": np.False_}
+    stock_power.PowerSGDState(None, **given)
+    kept: dict[str, Any] = {"matrix_rank": 2, "warmup_steps": 1000, "min_compression_ratio": 1.5, "seed": 3}
+    algorithm = hooks.PowerSGDState(None, **given).algorithm(PowerSGD)
+    assert repr(algorithm) == repr(PowerSGD(**kept, error_feedback=False))
 
 
 def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:

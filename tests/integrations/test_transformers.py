@@ -152,17 +152,12 @@ def test_logs_reach_the_other_callbacks_and_training_again_goes_on_with_the_same
             callback.on_train_begin(trainer.args, searching, trainer.control)
 
 
-def losses_of(trainer: Trainer) -> list[float]:
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
 @in_each_process(2)
 def test_a_callback_finds_its_trainer_and_does_what_attach_does(tmp_path: Path) -> None:
     """Given to a Trainer that somebody else makes, or added to one; with text, and with checkpoints."""
     with several_processes():
         attached, callback = trained(tmp_path / "a", thinwire.Quantize(bits=4))
-        message_bytes = callback.sync.stats().message_bytes
-        losses, weights = losses_of(attached), flat(model_of(attached))
+        message_bytes, weights = callback.sync.stats().message_bytes, flat(model_of(attached))
     for number, added in enumerate((False, True)):
         callback = ThinwireCallback("4 bits")
         with several_processes():
@@ -172,7 +167,6 @@ def test_a_callback_finds_its_trainer_and_does_what_attach_does(tmp_path: Path) 
             trainer.train()
             assert callback.sync.stats().message_bytes == message_bytes
             assert callback.sync.stats().compression_ratio > 5
-            assert losses_of(trainer) == losses
             assert torch.equal(flat(model_of(trainer)), weights)
             # The reporters, which came first, get its numbers.
             (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
