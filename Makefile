@@ -18,8 +18,8 @@ demo: .venv/.demo
 
 # Everything that a user's trust rests on.
 test: compiled
-	@echo "tests, in two processes:"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not alone" --ignore tests/triton_ready
+	@echo "tests, in three processes (many wait for others):"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not nightly and not alone" --ignore tests/triton_ready
 
 # The source, the pages and the wheel. Every stage runs, even if one fails; the last line names the failed ones.
 check: .venv/.installed

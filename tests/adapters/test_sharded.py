@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from processes import in_each_process
-from thinwire import AllReduce, PowerSGD
+from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.adapters.attach import attach
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
@@ -217,6 +217,37 @@ def test_exact_averaging_is_native_hsdp(
         assert are_equal_up_to(tolerance, model, native)
         assert sync.steps == steps  # one each, whatever the accumulation
         assert agreed(model)
+
+
+class In16Bits(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16()
+
+
+@in_each_process(4)
+def test_groups_of_fp32_and_of_bf16_parameters_are_averaged_each_in_its_type() -> None:
+    """Whatever `reduce_dtype` is by default: that of the parameters up to torch 2.14, fp32 since 2.15."""
+
+    def trained(mesh: DeviceMesh, algorithm: Algorithm | None = None) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(5)
+        model: Any = nn.Sequential(nn.Linear(16, 64), In16Bits(), nn.Linear(64, 16, dtype=torch.bfloat16))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        sync = None if algorithm is None else attach(model, algorithm, replicas=mesh_of())
+        drawn = torch.Generator().manual_seed(dist.get_rank())
+        model(torch.randn(4, 16, generator=drawn)).float().square().mean().backward()
+        return [whole(parameter.grad) for parameter in model.parameters()], sync
+
+    native, _ = trained(mesh_of())
+    exact, _ = trained(mesh_of()["shard"], AllReduce())
+    few_bits, sync = trained(mesh_of()["shard"], Quantize(bits=4))
+    types = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    assert [gradient.dtype for gradient in exact] == [gradient.dtype for gradient in few_bits] == types
+    for gradient, of_native in zip(exact, native, strict=True):
+        assert (gradient - of_native).abs().max() <= 2e-2 * of_native.abs().max()
+    assert sync.stats().compression_ratio > 2
+    assert are_alike(few_bits)
+    assert 0 < (few_bits[0] - exact[0]).norm() < 0.3 * exact[0].norm()
 
 
 @in_each_process(4)
