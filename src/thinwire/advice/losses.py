@@ -192,7 +192,7 @@ def notes_on_size(training: Training) -> Iterator[str]:
 
 
 def _unwrapped(optimizer: object) -> object:
-    # Inside of frameworks' wrappers.
+    # Frameworks wrap optimizers.
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return optimizer

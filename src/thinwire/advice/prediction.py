@@ -133,7 +133,7 @@ def contenders(
         if prediction.is_lossy
         and prediction.step_seconds < max_seconds
         and prediction.high_seconds < careful[0].low_seconds
-        # Without a bound, also what has no known gap.
+        # If there is no bound, algorithms of unknown gap stay.
         and prediction.loss.order <= 100 * budget_loss
     ]
     return _tied(rough, least_gain) if rough else careful

@@ -74,7 +74,7 @@ class PricedSteps:
                 step_seconds=next(means),
                 low_seconds=next(means),
                 high_seconds=next(means),
-                # All of a replica send over one link.
+                # The processes of a replica send over one link.
                 sent_bytes=(self.shards or 1) * timed.timelines[-1].wire_bytes(members),
                 memory_bytes=timed.memory_bytes,
                 is_lossy=not self.variants[name].keeps_16_bits,

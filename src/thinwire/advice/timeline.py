@@ -62,7 +62,7 @@ class Timeline(NamedTuple):
         return longest
 
     def _in_order(self) -> list[tuple[float, bool, int]]:
-        # At equal times first sent.
+        # At equal times, what was sent first comes first.
         sends = [(message.at_seconds, False, index) for index, message in enumerate(self.sent)]
         waits = [(message.waited_seconds, True, index) for index, message in enumerate(self.sent)]
         return sorted(sends + waits)

@@ -23,7 +23,7 @@ RANKS = (1, 4, 32)
 ALGORITHMS = [AllReduce(), Cast("bf16"), Quantize(bits=4), *(PowerSGD(matrix_rank=rank) for rank in RANKS)]
 UNTIMED_STEPS, TIMED_STEPS = 5, 5  # the first ones compile kernels, agree upon plans, and lay memory out
 
-# Of one H100 (docs/results.md, and tests/gpu_ready/test_launches.py).
+# Measured on one H100 (docs/results.md); launches: tests/gpu_ready/test_launches.py.
 COST_WITHOUT_TRITON = "which take 20 times as long for 4 bits, and 11 times the launches for low rank"
 
 Row = dict[str, str | float]
@@ -66,7 +66,7 @@ def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
     cost = COST_WITHOUT_TRITON if package == "Triton" else "about half as fast on one thread"
     known, dispatch.backends = dispatch.backends, (dispatch.TORCH,)
     try:
-        # Of several processes the others may not have failed, and would not come to a second try.
+        # With several processes, the others may not have failed, and would not come to a second try.
         row = part() if context.transport.size == 1 else {}
     except Exception:  # then it is not the kernels
         return "PyTorch's kernels fail, too: nothing serves instead"

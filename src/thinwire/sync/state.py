@@ -131,22 +131,25 @@ def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
     with damage_named():
         loaded = _unpacked(state, {**SLOTS, **{slot.name: slot for slot in slots}})
         for slot, tensors in loaded.slots.items():
-            for label, tensor in tensors.items():
-                listed, is_listed = (
-                    loaded.shapes.get(label, "nothing"),
-                    loaded.shapes.keys() >= names_in(label),
-                )
-                if not is_listed or (slot.is_elementwise and listed != tensor.shape):
-                    raise StateError(
-                        f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of "
-                        f"parameters says {listed}; {EARLIER}"
-                    )
-                if (
-                    slot.check is not None and SHARD_MARK not in label
-                ):  # of a shard, whose shape is not listed
-                    slot.check(label, tensor, loaded.shapes)
-            check_finite(slot.name, tensors)
+            _check_slot(slot, tensors, loaded.shapes)
     return loaded
+
+
+def _check_slot(
+    slot: Slot, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse tensors that are not of the parameters that are listed, not of their shapes, or not finite."""
+    for label, tensor in tensors.items():
+        listed, is_listed = shapes.get(label, "nothing"), shapes.keys() >= names_in(label)
+        if not is_listed or (slot.is_elementwise and listed != tensor.shape):
+            raise StateError(
+                f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of parameters "
+                f"says {listed}; {EARLIER}"
+            )
+        # The whole shape of a shard is not listed.
+        if slot.check is not None and SHARD_MARK not in label:
+            slot.check(label, tensor, shapes)
+    check_finite(slot.name, tensors)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Step:
         self._buckets: list[BucketState] = []  # in the order in which they were started
         # Counts those sent. New buckets, and those that came after one, wait until processes are compared.
         self._num_sent = 0
-        # On a machine of several processes: buckets in the order of local ranks, reduced inside of it.
+        # If machines have several processes: buckets, in the order of local ranks, that they reduce first.
         self._reduces: list[tuple[torch.Tensor, Work]] = []
         self._num_reduced = 0  # those that were waited for
         self._has_all = False
@@ -130,7 +130,7 @@ class Step:
         if self._intra_node is None or bucket.parts is None:
             self._send_part(bucket, bucket.flat)
             return
-        # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
+        # The machine reduces it first. The bucket before has mostly come by now, and goes on its way.
         by_rank = bucket.parts.by_rank(bucket.flat)
         purpose = f"{self._name}, the mean inside of the machine of the bucket of {bucket.specs[0].name}"
         work = self._intra_node.scatter_mean(by_rank, bucket.parts.lengths, purpose)
