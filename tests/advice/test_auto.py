@@ -242,6 +242,6 @@ def _chosen() -> dict[str, Any]:
         torch.autograd.backward(model(torch.full((2, 32), dist.get_rank() + 1.0)).square().mean())
         optimizer.step()
     assert chooser.chosen is not None
-    assert (str(chooser.sync.algorithm), chooser.is_choosing) == (chooser.chosen.name, False)
+    used = (str(chooser.sync.algorithm), chooser.chosen.name, chooser.is_choosing)
     tried = [(trial.name, trial.sent_bytes, trial.step_seconds) for trial in chooser.trials]
-    return {"tried": tried, "text": str(chooser).splitlines()}
+    return {"used": used, "tried": tried, "text": str(chooser).splitlines()}

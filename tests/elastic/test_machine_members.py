@@ -140,7 +140,9 @@ def test_a_killed_member_averages_gradients_again_and_one_of_another_layout_is_r
         lighthouse = told.output.read_text().partition("lighthouse ")[2].partition(";")[0]
         others = ["--max=1", "--min=1", "--max-restarts=0", f"--lighthouse={lighthouse}"]
         with running(tmp_path, *others, processes=3, inside="fsdp", first_member=7, **options):
-            refused = told.wait_for(1, event="raised", member=7)[0]  # its others may be ended before they tell
+            refused = told.wait_for(1, event="raised", member=7)[
+                0
+            ]  # its others may be ended before they tell
         assert refused["error"] == "AgreementError"
         assert "processes of a member 2, each with the whole" in refused["message"]
         told.wait_for_averagings(0)
