@@ -131,6 +131,18 @@ def test_what_a_mean_lacks_is_in_the_residuals(algorithm: Algorithm, has_ddp: bo
     assert run.sync.stats().compression_ratio > 1.5
 
 
+@in_each_process(2)
+def test_gradients_of_no_samples_may_be_nan() -> None:
+    """Such as those of a loss that is divided by the number of samples."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(new_model(dtype=torch.float64))
+    thinwire.attach(model, AllReduce(), weight=rank)
+    torch.autograd.backward(loss_of(model, samples(1, 1)) * (1.0 if rank else float("nan")))
+    alone = new_model(dtype=torch.float64)
+    torch.autograd.backward(loss_of(alone, samples(1, 1)))
+    torch.testing.assert_close(gradient_of(model), gradient_of(alone), rtol=1e-10, atol=1e-12)
+
+
 @in_each_process(4)
 def test_machines_of_several_processes() -> None:
     for algorithm, tolerance in ((AllReduce(), 1e-12), (Quantize(bits=8), 3e-2)):
