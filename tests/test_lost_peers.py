@@ -177,6 +177,20 @@ def train_slowly(setting: Setting, schedule: list[Fault]) -> tuple[int, int]:
     return len(struck), digest_of(state)
 
 
+def test_batches_of_different_numbers_are_an_error_that_names_join() -> None:
+    ended = run_fresh(train_a_step_longer, timeout_seconds=TIMEOUT_SECONDS)
+    assert [each.exit_code for each in ended] == [0] * 3, ended
+
+
+def train_a_step_longer(setting: Setting) -> None:
+    setting.join_group()
+    sync, step_with = by_hook(POWER, trained=2)
+    if setting.process_rank == 0:
+        with pytest.raises(CommunicationError, match=r"^step 2, .*thinwire\.join"):
+            step_with(2)
+        assert sync.steps == 2
+
+
 # Saving is collective.
 
 
