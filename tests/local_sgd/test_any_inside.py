@@ -170,6 +170,7 @@ def test_replicas_in_parts_of_two_dimensions_are_averaged_as_whole_ones(layout: 
 @in_each_process(4)
 def test_stages_of_a_pipeline_are_averaged_and_stop_together() -> None:
     mesh = mesh_of(("stage",))
+    for_logs = dist.new_group([0])  # by it torch would name a later group otherwise on rank 0 than on rank 1
     replica, stage = mesh.get_local_rank("replicate"), mesh.get_local_rank("stage")
     model = [nn.Linear(3, 2), nn.Linear(4, 4, bias=False)][stage]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -184,6 +185,8 @@ def test_stages_of_a_pipeline_are_averaged_and_stop_together() -> None:
         with pytest.raises(StepError, match="not finite"):
             optimizer.step()
         model.weight.data.copy_(before)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(for_logs)
 
 
 @in_each_process(4)

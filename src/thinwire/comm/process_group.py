@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 
 from thinwire.comm.in_process import InProcessTransport
@@ -30,6 +31,7 @@ from thinwire.comm.p2p import (
 from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
+from thinwire.torch_private import default_store, timeout_of
 
 Result = TypeVar("Result")
 Works: TypeAlias = "Sequence[dist.Work | PeerWork | TwoStepAllReduce]"
@@ -53,6 +55,7 @@ GLOO = ("gloo", "torchft-gloo")
 # Groups made of a group's processes. Torch ends none by itself, and a handle uses its groups until it is
 # detached, so they are made once and live as long as their parent.
 _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Sequence[dist.ProcessGroup]]] = WeakKeyDictionary()
+_CONTROL: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Transport]] = WeakKeyDictionary()
 # One for each group: Gloo matches by tags that count the group's messages, whichever transport sends them.
 _PEERS: WeakKeyDictionary[Any, PeerExchange] = WeakKeyDictionary()
 
@@ -81,7 +84,7 @@ class GroupTransport(Transport):
 
     def backend_for(self, device: torch.device) -> str:
         """Return the name of the backend that carries a device's tensors."""
-        return str(self.group.getBackendName())
+        return str(self.group.name())
 
     def start(self, message: Message) -> DistWork:
         try:
@@ -340,16 +343,33 @@ def processes_of_job(timeout_seconds: float) -> Transport:
     return ProcessGroupTransport(cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend=backend)))
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of some processes of the job, all of which call this. Collective the first time.
+def own_group() -> dist.ProcessGroup:
+    """Return a group of this process alone.
 
     All of the job call it if the default group is bound to a device: torch then splits its communicator.
     """
-    made, key = made_of(checked_group(None)), tuple(ranks)
+    made, own = made_of(checked_group(None)), dist.get_rank()
+    if own not in made:
+        # Without that flag torch would compare the ranks with those of all other processes, which differ.
+        made[own] = [cast(dist.ProcessGroup, dist.new_group([own], use_local_synchronization=True))]
+    return made[own][0]
+
+
+def control_transport(ranks: Sequence[int]) -> Transport:
+    """Return a transport of small messages between some processes of the job, which all call this.
+
+    Not over a group of `dist.new_group`, for which the whole job must call it, or else be in as many groups
+    each: torch names the group by their number. With a group of rank 0 alone, for its logs, ranks 0 and 1
+    would look for each other under different names, and wait for ever.
+    """
+    group, key = checked_group(None), tuple(ranks)
+    made = _CONTROL.setdefault(group, {})
     if key not in made:
-        # Without that flag torch would compare the ranks with those of all other processes, which may differ.
-        made[key] = [cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))]
-    return made[key][0]
+        rank, timeout = ranks.index(dist.get_rank()), timeout_of(group, torch.device("cpu"))
+        store = dist.distributed_c10d.PrefixStore(f"thinwire/{key}", default_store())
+        backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout or default_pg_timeout)
+        made[key] = GroupTransport(backend, rank, len(ranks))
+    return made[key]
 
 
 def over_connections(interface: str, number: int) -> ProcessGroupTransport:

@@ -15,7 +15,7 @@ from thinwire.adapters.ddp_model import is_fsdp2
 from thinwire.adapters.sharded.fsdp import attached_to
 from thinwire.adapters.sharded.model import Piece, ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.adapters.sharded.sync import ShardedSync
-from thinwire.comm import ProcessGroupTransport, Transport, group_of
+from thinwire.comm import ProcessGroupTransport, Transport, control_transport
 from thinwire.errors import AttachError
 from thinwire.local_sgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
@@ -66,7 +66,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
             )
     replica = Replica(replicas, is_sharded=True, saves_parts=True, show_shards=show_shards)
     if len(inner) > 1:
-        replica = replace(replica, inside=ProcessGroupTransport(group_of(inner), parameters[0].device))
+        replica = replace(replica, inside=control_transport(inner))
     return replica
 
 

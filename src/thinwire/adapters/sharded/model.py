@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thinwire import torch_private
 from thinwire.adapters.ddp_model import DIVIDED, plain_name
-from thinwire.comm import checked_group, group_of
+from thinwire.comm import checked_group, own_group
 from thinwire.errors import AttachError
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import shard_of
@@ -146,7 +146,7 @@ class ShardedModel:
         infos = {id(info): info for info in map(fsdp_mesh_info, self.groups)}
         self._averaging = [(info, info.replicate_process_group) for info in infos.values()]
         for info in infos.values():
-            info.replicate_process_group = group_of([dist.get_rank()])
+            info.replicate_process_group = own_group()
 
     def go_on_averaging(self) -> None:
         """Undo `stop_averaging`."""
