@@ -13,7 +13,7 @@ fetch("../calculator.json").then((response) => response.json()).then((constants)
   }
 
   function show() {
-    if (!field("calculator").checkValidity()) return;
+    if (!field("facts").checkValidity()) return;
     const number = (name) => Number(field(name).value);
     const facts = {
       parameters: Math.round(1e6 * number("parameters")),
@@ -37,7 +37,7 @@ fetch("../calculator.json").then((response) => response.json()).then((constants)
     );
   }
 
-  field("calculator").addEventListener("input", show);
-  field("calculator").addEventListener("submit", (event) => event.preventDefault());
+  field("facts").addEventListener("input", show);
+  field("facts").addEventListener("submit", (event) => event.preventDefault());
   show();
 });

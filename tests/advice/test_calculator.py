@@ -1,10 +1,16 @@
-"""The site's calculator says what the command says: the same constants, and in Node the same answers."""
+"""The site's calculator says what the command says: its constants, answers in Node, the page in a browser."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -57,3 +63,57 @@ def test_the_calculator_says_what_the_command_says() -> None:
                 assert way["stepSeconds"] == pytest.approx(prediction.step_seconds, rel=1e-6)
                 assert way["loss"] == prediction.loss.percent, (facts, prediction.name)
         assert not ways
+
+
+CHROMIUM = (
+    "chromium",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--virtual-time-budget=20000",
+    "--dump-dom",
+)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium shows the page")
+@pytest.mark.parametrize("rate", ["1", "1000"])
+def test_the_page_shows_in_a_browser_what_the_command_says(rate: str, tmp_path: Path) -> None:
+    markdown = pytest.importorskip("markdown")
+    page = (
+        (ROOT / "docs" / "calculator.md")
+        .read_text()
+        .replace('step="any" value="1"', f'step="any" value="{rate}"')
+    )
+    folder = tmp_path / "calculator"
+    folder.mkdir()
+    # As on the site, headings have ids, which the page's own must not be.
+    (folder / "index.html").write_text(markdown.markdown(page, extensions=["toc"]))
+    for name in ("calculator.js", "calculator_page.js", "calculator.json"):
+        shutil.copy(ROOT / "docs" / name, tmp_path)
+    with served(tmp_path) as address:
+        run = [*CHROMIUM, f"--user-data-dir={tmp_path / 'profile'}", f"{address}/calculator/"]
+        shown = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout
+    link = MeasuredLink.of_rate(float(rate) * 1e9, 0.0, 2)
+    advice = advise_by_size(350_000_000, 0.8, link, optimizer="AdamW", total_steps=20000)
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", shown)]
+    told = {cells[0].partition(", DDP")[0]: float(cells[1]) for cells in rows if cells}
+    expected = {it.name: 1e3 * it.step_seconds for it in advice.predictions if not it.name.startswith("TopK")}
+    assert told == pytest.approx({"computing alone": 800.0, **expected}, abs=0.06)
+    line = (
+        f"thinwire.attach(ddp_model, thinwire.{advice.best.name})"
+        if advice.compress
+        else "leave DDP as it is"
+    )
+    assert f"Do this: {line}<" in shown
