@@ -1,6 +1,7 @@
 """Real training commands, unchanged, with and without `thinwire attach`: two processes on a CPU.
 
-Each command runs three times: as it is, under `thinwire attach --bits 4`, and with an `attach` in its code.
+Each command runs three times: as it is, under `thinwire attach --bits 4` (in SLURM, by a variable of the
+environment), and with an `attach` in its code.
 The last two must have the same losses, to the last digit, and not those of the first. A command whose package
 or file is missing is skipped, and the line says why. Arguments choose: `without_code.py nanogpt trl`.
 
@@ -35,6 +36,9 @@ ACCELERATE = [
     "--num_machines=1",
 ]
 ACCELERATE += ["--mixed_precision=no", "--dynamo_backend=no"]
+# As people write it in a job's script; needs a running slurmctld and slurmd.
+RANKS = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
+SRUN = ["srun", "--ntasks=2", "bash", "-c", f'{RANKS} MASTER_ADDR=127.0.0.1 MASTER_PORT=29577 exec "$@"', "-"]
 TIMEOUT_SECONDS = 900
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -63,6 +67,7 @@ class Proof:
     packages: Sequence[str]
     command: list[str]
     in_code: list[str]
+    attach: Sequence[str] = (*ATTACH,)  # before the command
 
 
 def proofs(folder: Path) -> dict[str, Proof]:
@@ -107,6 +112,7 @@ def proofs(folder: Path) -> dict[str, Proof]:
     )
     return {
         "nanogpt": own("nanogpt", TORCHRUN),
+        "slurm": replace(own("nanogpt", [*SRUN, PYTHON]), attach=["env", "THINWIRE_ATTACH=4 bits"]),
         "accelerate": own("accelerated", ACCELERATE, "accelerate"),
         "lightning": own("lightning", [PYTHON], "lightning"),
         "transformers": own("transformers", TORCHRUN, "transformers", "accelerate"),
@@ -169,6 +175,7 @@ def main() -> None:
             if chosen and proof_name not in chosen:
                 continue
             missing = [package for package in proof.packages if find_spec(package) is None]
+            missing += [tool for tool in proof.command[:1] if shutil.which(tool) is None]
             missing += [part for part in proof.command if part.endswith(".py") and not Path(part).exists()]
             began = time.monotonic()
             try:
@@ -183,7 +190,7 @@ def main() -> None:
 def proved(proof: Proof, folder: Path) -> str:
     """Run a proof three times; return what was sent."""
     plain, _ = run(proof.command, folder)
-    attached, told = run([*ATTACH, *proof.command], folder)
+    attached, told = run([*proof.attach, *proof.command], folder)
     in_code, _ = run(proof.in_code, folder)
     assert attached == in_code, f"attached, losses are {attached}; with an attach in the code {in_code}"
     assert attached != plain, f"nothing was compressed: {told[-2000:]}"
