@@ -89,13 +89,14 @@ def host_time(algorithm: Algorithm, **settings: Any) -> HostTime:
     buckets = tiny_buckets()
     flats = [torch.randn(sum(spec.numel for spec in bucket)) for bucket in buckets]
     engine = Engine(algorithm, Idle(), settings=Settings(host_check=False, **settings))
+    engine.buckets.has_agreed = True  # there is no one to compare with
     units, steps = list[float](), list[tuple[float, float]]()
     with (
         by_triton(),
         patch.object(accelerators, "is_accelerator", lambda device: True),
         patch.object(launcher, "launch", lambda *_, **__: None),
     ):
-        lanes = [engine.open(specs, flats[0].device, is_agreed=True) for specs in buckets]
+        lanes = [engine.open(specs, flats[0].device) for specs in buckets]
         for _ in range(UNTIMED_STEPS + STEPS):
             # Kernels would have written it; without that, what is checked might not be finite.
             for flat in flats:

@@ -86,7 +86,7 @@ class Step:
         flats = flats_of(buckets)
 
         def step() -> None:
-            engine.average(zip(buckets, flats, strict=True), is_agreed=True)
+            engine.average(zip(buckets, flats, strict=True))
 
         with by_triton() if self.by_triton else nullcontext():
             found, _ = counted(step)
@@ -145,7 +145,7 @@ def waits_of(engine: Engine) -> int:
     buckets = buckets_of(ONE_LAYER)
 
     def step() -> None:
-        engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
+        engine.average(zip(buckets, flats_of(buckets), strict=True))
 
     return counted(step)[0].waits
 
@@ -224,7 +224,7 @@ def test_every_algorithm_takes_few_launches_and_has_the_same_bits_in_every_run(
     with on_meta():
         for _ in range(3):
             with Ordered() as counting:
-                engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
+                engine.average(zip(buckets, flats_of(buckets), strict=True))
             assert counting.unordered == []
     assert sum(counting.launches.values()) <= 500, counting.launches
 
@@ -319,7 +319,7 @@ def test_the_adapter_of_sharded_models(host_check: bool) -> None:
         Settings(host_check=host_check),
     )
     adapter = FSDPAdapter(engine, OnDevice(), Mock(), pieces)
-    adapter._has_order = True  # which is agreed upon in the first step, with waits
+    adapter._has_order = engine.buckets.has_agreed = True  # agreed upon in the first step
 
     def step() -> None:
         for parameter in parameters:
@@ -329,6 +329,6 @@ def test_the_adapter_of_sharded_models(host_check: bool) -> None:
 
     with on_meta():
         for bucket in adapter._buckets:
-            bucket.opened = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
+            bucket.opened = engine.open(bucket.specs, torch.device("meta"))
     found, _ = counted(step)
     of_one_layer(RANK_4, *((200, 13.6) if host_check else (215, 16.6, 0))).check(found)

@@ -94,7 +94,7 @@ def train(
                     device.wait(ready)
                     flat.copy_(gradients[-1])
                     with beside.wait_for_current(flat.device):
-                        one.start(engine.open(specs, flat.device, is_agreed=True), flat)
+                        one.start(engine.open(specs, flat.device), flat)
             with device.on(layout.finish):
                 device.wait(ready)
                 with beside.wait_for_current(flat.device):
@@ -193,7 +193,7 @@ def test_later_messages_leave_before_the_last_gradients() -> None:
     with on_meta():
         one = engine.begin(pipelined=True)
         for specs, flat in zip(buckets, flats_of(buckets), strict=True):
-            one.start(engine.open(specs, flat.device, is_agreed=True), flat)
+            one.start(engine.open(specs, flat.device), flat)
         sent = engine.reporter.counts().messages
         one.finish()
     # With each bucket but the first, the second message of the one before.

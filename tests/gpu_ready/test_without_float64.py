@@ -56,7 +56,7 @@ def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
     engine, specs = Engine(algorithm, Alike()), buckets_of(SHAPES)
     with on_meta(), Counting(), WithoutFloat64():
         for _ in range(2):
-            engine.average(zip(specs, flats_of(specs), strict=True), is_agreed=True)
+            engine.average(zip(specs, flats_of(specs), strict=True))
         engine.reporter.stats()
         engine.state.error_norm()
 

@@ -561,12 +561,12 @@ def test_buckets_of_models_that_use_other_parameters_in_each_step_are_closed_aga
         engine, generator = engines[rank], torch.Generator().manual_seed(rank)
         engine.agree(torch.device("cpu"))
         left = {each.name: torch.zeros(each.numel) for each in specs}
-        under_way = engine.start([(alone, torch.randn(512, generator=generator))], is_agreed=True)
-        first = engine.open(subsets[0], torch.device("cpu"), is_agreed=True)
+        under_way = engine.start([(alone, torch.randn(512, generator=generator))])
+        first = engine.open(subsets[0], torch.device("cpu"))
         for subset in [*subsets, subsets[0]]:
             flat = torch.randn(1024, generator=generator)
             sent = flat.clone()
-            engine.average([(subset, flat)], is_agreed=True)
+            engine.average([(subset, flat)])
             for each, given, mean in zip(subset, sent.view(2, 512), flat.view(2, 512), strict=True):
                 left[each.name] += given - mean
         under_way.finish()

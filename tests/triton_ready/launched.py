@@ -72,7 +72,7 @@ def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **s
     engine = Engine(algorithm, Alike(), settings=Settings(host_check=False, **settings))
     specs = tuple(ParameterSpec.of(name, torch.empty(256, columns, dtype=dtype)) for name in "ab")
     for _ in range(2):
-        engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))], is_agreed=True)
+        engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))])
     assert engine.reporter.counts().compression_ratio > 1
 
 

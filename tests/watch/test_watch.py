@@ -129,7 +129,7 @@ def test_a_step_that_leaves_parameters_out_is_no_new_plan() -> None:
 
     def step(names: str) -> None:
         bucket = tuple(each for each in specs if each.name in names)
-        engine.average([(bucket, torch.randn(64 * 32 * len(bucket)))], is_agreed=True)
+        engine.average([(bucket, torch.randn(64 * 32 * len(bucket)))])
 
     with Watch(GradientSync(engine), kept):
         for names in used:

@@ -113,7 +113,7 @@ class GradientListAdapter(Joinable):
                 if scale is not None and not self._divides_by_initial:
                     multiply(flat, scale)
                 buckets.append((specs, flat))
-            return means, self.engine.average(buckets, is_agreed=True) if buckets else True
+            return means, self.engine.average(buckets) if buckets else True
 
     def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """Return a flat tensor, in a parameter's order of memory, as a view of the parameter's shape."""

@@ -45,7 +45,7 @@ class PendingAverage(Generic[Part]):
         # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
         engine.agree(buckets[0][1].device)
         # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
-        self._step = engine.start(buckets, pipelined=not is_delayed, is_agreed=True)
+        self._step = engine.start(buckets, pipelined=not is_delayed)
 
     @property
     def is_done(self) -> bool:

@@ -151,8 +151,8 @@ class BucketPlans:
     def open_buckets(self) -> Mapping[Specs, BucketState]:
         return {specs: bucket for specs, bucket in self._buckets.items() if bucket.is_open}
 
-    def open_all(self, devices: Mapping[BucketState, torch.device], *, is_agreed: bool = False) -> None:
-        """Open buckets, each on its device. Collective where some were not: once, however many."""
+    def open_all(self, devices: Mapping[BucketState, torch.device]) -> None:
+        """Open buckets, each on its device. Collective once if some were not, unless `agree` was called."""
         new = [bucket for bucket in devices if not bucket.is_open]
         if not new:
             return
@@ -166,7 +166,7 @@ class BucketPlans:
         # other lengths: both would wait forever, or add up what does not belong together. And by a gather,
         # which is never taken for an average: if rank 0 opens a bucket and rank 1 sends one that is open, it
         # ends in a timeout that says what to look for.
-        if not is_agreed:
+        if not self.has_agreed:
             self._compare(new)
         state.add_up_pending()
         for bucket, plan in zip(new, plans, strict=True):

@@ -106,11 +106,11 @@ class Engine:
         """Refuse to go on where processes differ. Collective, once after each change."""
         self.buckets.agree(device)
 
-    def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> BucketState:
+    def open(self, specs: Specs, device: torch.device) -> BucketState:
         """Return a bucket, to be kept while it `is_current`. Collective if it was not open."""
         bucket = self.buckets.bucket(specs)
         with self.clock.inside(self.traffic), full_precision(device):
-            self.buckets.open_all({bucket: device}, is_agreed=is_agreed)
+            self.buckets.open_all({bucket: device})
         return bucket
 
     def begin(self, *, pipelined: bool = False) -> Step:
@@ -152,13 +152,13 @@ class Engine:
         for observer in tuple(self.reporter.observers):  # a copy: one may leave while it is called
             observer(committed)
 
-    def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:
+    def start(self, buckets: FlatBuckets, *, pipelined: bool = False) -> Step:
         """Begin a step of buckets whose gradients are all there, and send their first messages."""
         step = self.begin(pipelined=pipelined)
         try:
             with self.clock.inside(self.traffic):  # as one: what is ready waits for buckets to be opened
                 ready = [(self.buckets.bucket(specs), flat) for specs, flat in buckets]
-                self.buckets.open_all({bucket: flat.device for bucket, flat in ready}, is_agreed=is_agreed)
+                self.buckets.open_all({bucket: flat.device for bucket, flat in ready})
                 for bucket, flat in ready:
                     step.start(bucket, flat)
         # An interrupt, too: buckets left in flight would refuse every later step.
@@ -167,9 +167,9 @@ class Engine:
             raise
         return step
 
-    def average(self, buckets: FlatBuckets, *, is_agreed: bool = False) -> bool:
+    def average(self, buckets: FlatBuckets) -> bool:
         """Make one step of buckets whose gradients are all there; return what `Step.finish` does."""
-        committed = self.start(buckets, pipelined=True, is_agreed=is_agreed).finish()
+        committed = self.start(buckets, pipelined=True).finish()
         self.raise_unless(committed)
         return committed
 

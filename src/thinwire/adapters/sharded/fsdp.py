@@ -405,7 +405,7 @@ class FSDPAdapter:
             lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
-            bucket.opened = engine.open(bucket.specs, bucket.device, is_agreed=True)
+            bucket.opened = engine.open(bucket.specs, bucket.device)
 
     def _hand_back(self, unused: Collection[str]) -> None:
         for bucket in self._buckets:
