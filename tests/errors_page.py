@@ -24,7 +24,11 @@ INTRODUCTION = """# All error messages
 """
 TREES = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
 NODES = [node for tree in TREES for node in ast.walk(tree)]
-FUNCTIONS = {node.name: node for node in NODES if isinstance(node, ast.FunctionDef)}
+FUNCTIONS = {
+    node.name: node
+    for node in NODES
+    if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name) and node.returns.id == "str"
+}
 ERRORS = {
     node.name for node in ast.parse((SOURCE / "errors.py").read_text()).body if isinstance(node, ast.ClassDef)
 }
