@@ -26,7 +26,8 @@ from thinwire.adapters.join import counted
 from thinwire.comm import ProcessGroupTransport
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.engine import Engine
-from training import are_alike, batch_of, ddp_of, gradient_of, new_model, refused, residual_of
+from thinwire.sync.settings import OnNonfinite
+from training import are_alike, batch_of, ddp_of, gradient_of, new_model, pairs, refused, residual_of
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -245,17 +246,32 @@ def test_what_cannot_be_joined_is_refused_at_once() -> None:
         pass
 
 
+@pytest.mark.parametrize("on_nonfinite", ["nan", "zero"])
+@in_each_process(4)
+def test_of_a_subgroup_no_one_knows_the_contributors(on_nonfinite: OnNonfinite) -> None:
+    """So the local steps of post-local SGD are means over the subgroup, as with torch's hook."""
+    totals = []
+    for divide_by_initial in (True, False):
+        model = ddp_of()
+        state = hooks.PostLocalSGDState(None, pairs(), start_localSGD_iter=0, on_nonfinite=on_nonfinite)
+        model.register_comm_hook(state, hooks.post_localSGD_hook)
+        joined = thinwire.join(model, divide_by_initial)
+        totals.append(total_in(joined, partial(gradient_of, model), (1, 2, 3, 3)))
+    assert totals[0].any()
+    assert torch.equal(totals[0], totals[1])
+
+
 def test_a_parameter_that_two_joined_models_share_is_the_outer_ones_again() -> None:
     shared, other, scales = torch.zeros(2), torch.zeros(2), [torch.tensor([2.0]), torch.tensor([3.0])]
 
     def scaled() -> list[float]:
         flats = [torch.ones(1) for _ in range(2)]
         for parameter, flat in zip((shared, other), flats, strict=True):
-            divide_by_contributors([parameter], flat)
+            divide_by_contributors([parameter], flat, 2)
         return [float(flat) for flat in flats]
 
-    with counted([shared], scales[0]):
-        with counted([shared, other], scales[1]):
+    with counted([shared], scales[0], 2):
+        with counted([shared, other], scales[1], 2):
             assert scaled() == [3, 3]
         assert scaled() == [2, 1]
     assert scaled() == [1, 1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire
 from processes import in_each_process
@@ -277,11 +277,15 @@ def test_variables_that_lie_are_refused_on_all(case: str) -> None:
             thinwire.attach(model, Quantize(bits=4))
 
 
+@pytest.mark.parametrize("is_mesh", [True, False], ids=["mesh", "lists"])
+@pytest.mark.parametrize("machines", [PAIRS, [[0, 3], [2, 1]]], ids=str)
 @in_each_process(4)
-def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal() -> None:
+def test_a_mesh_tells_it_too_in_any_order_and_unused_parameters_stay_equal(
+    machines: list[list[int]], is_mesh: bool
+) -> None:
     model = ddp_of(find_unused_parameters=True)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "place"))
-    sync = thinwire.attach(model, PowerSGD(matrix_rank=2), machines=mesh)
+    layout = DeviceMesh("cpu", machines) if is_mesh else machines
+    sync = thinwire.attach(model, PowerSGD(matrix_rank=2), machines=layout)
     assert are_alike(gradient_of(model, step) for step in range(3))
     state = sync.state_dict()
     assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}

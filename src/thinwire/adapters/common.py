@@ -58,16 +58,19 @@ def new_engine(
 
 # Contributors are the processes that still have input: `join` counts them, and adapters divide by that.
 # Kept by parameter, since a stateless hook sees nothing of its model but the parameters in a bucket.
-contributor_scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+# With the number of members among whom they are counted.
+contributor_scales: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakTensorKeyDictionary()
 
 
-def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    """Scale this process's gradients so that their mean over the group is that over contributors.
+def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor, num_members: int) -> None:
+    """Scale this process's gradients so that their mean over `num_members` is that over contributors.
 
     Scaling what goes in, not what comes out, keeps the residual in one unit while their number changes.
     """
     if parameters and parameters[0] in contributor_scales:
-        multiply(flat, contributor_scales[parameters[0]])
+        scale, num_counted = contributor_scales[parameters[0]]
+        if num_members == num_counted:  # how many contribute to a subgroup is not known
+            multiply(flat, scale)
 
 
 def refuse_weight_of_contributors(engine: Engine) -> None:

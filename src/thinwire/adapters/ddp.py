@@ -138,7 +138,7 @@ class DDPAdapter:
         future, has_none = new_future(flat.device), flat.device.type in streams.WITHOUT_STREAMS
         try:
             if contributor_scales:
-                divide_by_contributors(bucket.parameters(), flat)
+                divide_by_contributors(bucket.parameters(), flat, self.engine.transport.size)
             beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
             with beside:
                 # Time both as one: while a bucket is opened, and processes agree, its gradients wait.

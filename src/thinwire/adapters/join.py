@@ -90,7 +90,7 @@ def join(
             # would make DDP divide as well.
             counter = _Counter(model)
             entered.callback(model.register_forward_pre_hook(counter.count).remove)
-            entered.enter_context(counted(model.parameters(), counter.scale))
+            entered.enter_context(counted(model.parameters(), counter.scale, model.process_group.size()))
             entered.enter_context(Join([counter, model], *options))
         else:
             divide = divide_by_initial_world_size
@@ -99,11 +99,11 @@ def join(
 
 
 @contextmanager
-def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
-    """Divide gradients of `parameters` by the contributors, while this is open."""
+def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor, num_members: int) -> Iterator[None]:
+    """Divide gradients of `parameters` by the contributors among the members, while this is open."""
     # A list: what is frozen or replaced meanwhile must be taken out again as well.
     before = [(parameter, contributor_scales.get(parameter)) for parameter in parameters]
-    contributor_scales.update((parameter, scale) for parameter, _ in before)
+    contributor_scales.update((parameter, (scale, num_members)) for parameter, _ in before)
     try:
         yield
     finally:

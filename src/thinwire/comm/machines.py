@@ -85,7 +85,8 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
         return None, ""
     ranks = dist.get_process_group_ranks(transport.group)
     rows = machines_by_launcher(transport, ranks) if layout is True else _given(transport, ranks, layout)
-    if not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1:
+    is_mesh = not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1
+    if is_mesh and all(row == sorted(row) for row in rows):
         groups = (cast("DeviceMesh", layout).get_group(dim) for dim in (1, 0))
         return _machines(groups, transport, rows), ""
     return _grouped(transport, rows)
@@ -125,7 +126,9 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         if not transport.rank:
             logger.warning("%s", uneven)
         return None, uneven
-    made, key = made_of(transport.group), tuple(tuple(row) for row in rows)
+    # Torch's groups are in the order of ranks: of [[0, 3], [2, 1]] process 1 would be the first of its
+    # machine, and average with 3, the second.
+    made, key = made_of(transport.group), tuple(tuple(sorted(row)) for row in rows)
     if key not in made:
         is_whole_job = transport.size == dist.get_world_size()
         # Torch names a group that not all of the job make by how many groups a process knows.
@@ -136,7 +139,7 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
                 "of the job then, so each process sends by itself; pass machines= as a mesh of two "
                 "dimensions, (machines, processes of each)"
             )
-        made[key] = list(_new_groups(transport, rows, is_whole_job=is_whole_job))
+        made[key] = list(_new_groups(transport, key, is_whole_job=is_whole_job))
     return _machines(made[key], transport, key), ""
 
 

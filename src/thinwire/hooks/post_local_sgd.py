@@ -141,9 +141,7 @@ def averaged(
             engine = Engine(cast_in(wire_dtype), transport, settings=settings)
             state._adapters[transport.group] = DDPAdapter(engine)
         return state._adapters[transport.group].run(bucket)
-    # Contributors are counted over the whole group; of those in a subgroup nothing is known.
-    if not is_local:
-        divide_by_contributors(bucket.parameters(), flat)
+    divide_by_contributors(bucket.parameters(), flat, transport.size)
     return sent_mean(flat, wire_dtype, transport, purpose)
 
 

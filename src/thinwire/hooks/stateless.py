@@ -189,7 +189,7 @@ def averaged(
     transport = ProcessGroupTransport(process_group, flat.device)
     _agree(repr(algorithm), transport, bucket.parameters())
     # Before the cast, in the gradients' own type.
-    divide_by_contributors(bucket.parameters(), flat)
+    divide_by_contributors(bucket.parameters(), flat, transport.size)
     return sent_mean(flat, wire_dtype, transport, f"a bucket of {flat.numel()} gradients")
 
 
@@ -206,7 +206,7 @@ def _in_8_bits(
     transport = ProcessGroupTransport(process_group, flat.device, p2p=False)  # for its future
     scaled = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
     _agree(f"8 bits, a scale for {scaled}", transport, bucket.parameters())
-    divide_by_contributors(bucket.parameters(), flat)
+    divide_by_contributors(bucket.parameters(), flat, transport.size)
     message = _codes(flat, scaled_elements or flat.numel())
 
     gathered = message.new_empty(transport.size, message.numel())
