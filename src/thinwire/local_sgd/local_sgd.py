@@ -302,7 +302,7 @@ class LocalSGD(ModelAverager, Joinable):
             CommunicationError: A collective failed.
             AgreementError: The processes have made different steps, or have other algorithms.
         """
-        model, pending, warm_engine = self._model, self._membership.pending, self._engines.gradients
+        model, pending, warmup = self._model, self._membership.pending, self._schedule.warmup
         if not model.entered:
             raise StepError("there is nothing to save before the context is entered: with local: …")
         # The memory of an algorithm is known when its step has ended.
@@ -323,8 +323,10 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
             outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
-            # Once it is over, nothing of it is needed.
-            warmup=warm_engine.state_dict() if warm_engine.algorithm != EXACT else None,
+            # Its last step is exact, and sends what was kept before. After it nothing of it is needed.
+            warmup=self._engines.gradients.state_dict()
+            if warmup.algorithm is not None and self.steps < warmup.steps
+            else None,
         )
 
     @torch.inference_mode(False)
