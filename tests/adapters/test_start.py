@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -190,3 +191,18 @@ def test_low_rank_with_adam_is_told_once() -> None:
                 optimizer.step()
         expected = case == "adamw" and dist.get_rank() == 0
         assert ["PowerSGD with AdamW costs loss" in line for line in lines] == [True] * expected, case
+
+
+@in_each_process(2)
+def test_ddp_around_a_model_that_is_averaged_is_told_of() -> None:
+    model = ddp_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with said(logging.WARNING) as lines, thinwire.LocalSGD(model.module, optimizer, every_steps=2):
+        with model.no_sync():
+            make_pass(model)
+        assert not lines
+        make_pass(copy.deepcopy(model))  # with a copy of the hook that looks
+        make_pass(model)
+        make_pass(model)
+    assert [line[:21] for line in lines] == ["DDP averages the grad"] * (dist.get_rank() == 0)
+    assert not model._forward_pre_hooks

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -340,6 +345,10 @@ def test_weights_that_another_callback_puts_in_at_the_end_stay(tmp_path: Path) -
     assert not flat(module).any()
     assert strategy.local.stats().compression_ratio > 2
     assert vars(trainer)["callbacks"] == [zeros]
+    # This one would put in other weights on each process, after epochs whose ends are between averagings.
+    again = ThinwireStrategy(strategy.algorithm)
+    with pytest.raises(thinwire.ConfigError, match="StochasticWeightAveraging"):
+        fit(again, tmp_path, callbacks=[StochasticWeightAveraging(swa_lrs=0.1)], epochs=1)
 
 
 @in_each_process(2)

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from commands import run_job, run_processes, run_python, stand_ins
 from processes import Spawn
@@ -71,6 +72,24 @@ def test_strict_ends_the_training_instead() -> None:
     assert all(
         "AttachError: it has the communication hook fp16_compress_hook" in rank.stderr for rank in ranks
     )
+
+
+def test_a_process_that_trained_alone_is_told_that_nothing_was_attached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    from thinwire.preload import startup  # noqa: PLC0415 - it waits for DDP
+
+    monkeypatch.delitem(sys.modules, "thinwire.preload.model")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: False)  # a launcher's process
+    startup.tell_if_nothing_was_built()
+    assert not capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "thinwire.preload.model")
+    SGD(nn.Linear(2, 2).parameters())
+    startup.tell_if_nothing_was_built()
+    assert "nothing was attached" in capsys.readouterr().err
 
 
 def started_otherwise() -> list[str]:
@@ -149,3 +168,17 @@ def test_a_wrong_line_starts_nothing(
         main()
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_shell_script_with_python_in_its_name_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, started = tmp_path / "train_python.sh", []
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/has_run")
+    script.chmod(0o755)
+    monkeypatch.setattr(os, "execve", lambda program, *_: started.append(program))
+    monkeypatch.setattr(sys, "argv", ["thinwire", "attach", "--", str(script)])
+    with pytest.raises(SystemExit):
+        main()
+    assert started == [str(script)]
+    assert not (tmp_path / "has_run").exists()

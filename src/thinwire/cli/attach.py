@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def attach(
 def _check_installed(program: str, environment: dict[str, str]) -> None:
     """Refuse a Python that would not attach anything, if the command is a Python or a script of one."""
     interpreter = program
-    if "python" not in Path(program).name:
+    if not re.fullmatch(r"python[\d.]*", Path(program).name):
         with Path(program).open("rb") as file:
             line = file.readline().decode(errors="replace")
         if not line.startswith("#!") or "python" not in line:

@@ -47,6 +47,7 @@ from thinwire.watch.writers import metrics_of
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
@@ -54,6 +55,7 @@ except ImportError as error:
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.accelerators import Accelerator  # type: ignore[assignment]
+        from pytorch_lightning.callbacks import StochasticWeightAveraging  # type: ignore[assignment]
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry  # type: ignore[assignment]
         from pytorch_lightning.trainer.states import TrainerFn  # type: ignore[assignment]
     except ImportError:
@@ -247,6 +249,11 @@ class _AveragesModels(Callback):
 
     def begin(self, trainer: Any) -> None:  # whose callbacks are not declared
         """Enter: all processes take the first one's model, unless a state was loaded. Collective."""
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+            raise ConfigError(
+                "StochasticWeightAveraging averages each process's own model as epochs end, so they would "
+                "end with different ones; use WeightAveraging after averagings instead (docs/lightning.md)"
+            )
         # First of all: at the end others load the best model, or a moving average.
         trainer.callbacks = [self, *trainer.callbacks]
         self._local.__enter__()

@@ -29,7 +29,7 @@ from thinwire.local_sgd.model_changes import ModelChanges, engines_of
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
-from thinwire.local_sgd.training_loop import check_ddp
+from thinwire.local_sgd.training_loop import check_ddp, telling_of_ddp
 from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ class LocalSGD(ModelAverager, Joinable):
             attached.enter_context(self._in_loop())
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
+                attached.enter_context(telling_of_ddp(model.module, group))
             else:
                 ddp = model.ddp
                 adapters = {"group": DDPAdapter(engines.gradients, ddp)}
@@ -302,7 +303,7 @@ class LocalSGD(ModelAverager, Joinable):
             CommunicationError: A collective failed.
             AgreementError: The processes have made different steps, or have other algorithms.
         """
-        model, pending, warm_engine = self._model, self._membership.pending, self._engines.gradients
+        model, pending, warmup = self._model, self._membership.pending, self._schedule.warmup
         if not model.entered:
             raise StepError("there is nothing to save before the context is entered: with local: …")
         # The memory of an algorithm is known when its step has ended.
@@ -323,8 +324,10 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
             outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
-            # Once it is over, nothing of it is needed.
-            warmup=warm_engine.state_dict() if warm_engine.algorithm != EXACT else None,
+            # Its last step is exact, and sends what was kept before. After it nothing of it is needed.
+            warmup=self._engines.gradients.state_dict()
+            if warmup.algorithm is not None and self.steps < warmup.steps
+            else None,
         )
 
     @torch.inference_mode(False)

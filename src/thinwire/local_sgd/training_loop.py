@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters.common import living
 from thinwire.adapters.ddp import ATTACHED, Switch
 from thinwire.adapters.ddp_model import DetachedAdapter, check_options
+from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, StepError
-from thinwire.torch_private import comm_hooks
+from thinwire.torch_private import comm_hooks, not_compiled
+
+logger = logging.getLogger(__name__)
 
 LOADED = (
     "load_state_dict() of the model was called inside the context, as if steps had learnt it; load before "
@@ -75,7 +82,7 @@ class LoadedWeights:
         with ExitStack() as attached:
             for part in module.modules():  # any of them may be loaded by itself
                 register: Any = part.register_load_state_dict_pre_hook
-                attached.callback(register(_BeforeLoad(self._note)).remove)
+                attached.callback(register(_Hook(self._note)).remove)
             for optimizer in optimizers:
                 attached.callback(optimizer.register_step_pre_hook(lambda *_: self.check()).remove)
             yield
@@ -101,17 +108,43 @@ class LoadedWeights:
         self._before = None
 
 
-class _BeforeLoad:
+class _Hook:
     """A module's hook; a copy of the module is in no context, and has one that does nothing."""
 
     def __init__(self, note: Callable[[], Any] = bool) -> None:
         self._note = note
 
+    @not_compiled
     def __call__(self, *_: object) -> None:
         self._note()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _BeforeLoad, ()
+        return _Hook, ()
+
+
+@contextmanager
+def telling_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
+    """Warn once, while this is open, if DDP around a plain module averages its gradients over the group."""
+    told: list[DistributedDataParallel] = []
+
+    def look(ddp: DistributedDataParallel) -> None:
+        averages = torch.is_grad_enabled() and ddp.require_backward_grad_sync and not comm_hooks(ddp)
+        if told or not averages or not isinstance(transport, ProcessGroupTransport) or transport.rank:
+            return
+        # Over fewer processes, such as those of a machine, both have a use.
+        members, theirs = map(dist.get_process_group_ranks, (transport.group, ddp.process_group))
+        if {*members} <= {*theirs}:
+            told.append(ddp)
+            logger.warning(
+                "DDP averages the gradients of this model in every step, so LocalSGD saves nothing: give it "
+                "the DDP model in place of its module, or train inside model.no_sync()"
+            )
+
+    with ExitStack() as attached:
+        for ddp in living(DistributedDataParallel):
+            if ddp.module is module:
+                attached.callback(ddp.register_forward_pre_hook(_Hook(partial(look, ddp))).remove)
+        yield
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

@@ -37,8 +37,7 @@ BY_ITSELF = "the script attaches by itself"
 
 _num_built: Counter[tuple[int, ...]] = Counter()  # models, of each group of processes
 _runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # of models that live
-_waiting: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # for their first pass that trains
-
+_waiting: set[_Votes] = set()  # of models that have made no pass that trains, gone or not
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
@@ -63,7 +62,8 @@ def note_built(model: DistributedDataParallel) -> None:
         options = Options.of()
     except ThinwireError as error:  # typed into the environment by hand
         votes.cast("built", str(error), STORE_SECONDS)
-        _say(f"the model stays as it is: {error}")
+        if dist.get_rank() == 0:
+            _say(f"the model stays as it is: {error}")
         return
     reason = votes.cast("built", f"{__version__} {os.environ[VARIABLE]}", STORE_SECONDS)
     if reason:
@@ -71,7 +71,7 @@ def note_built(model: DistributedDataParallel) -> None:
         return
     # Later, since whoever builds the model may still register a hook of their own.
     model.register_forward_pre_hook(_BeforeFirstPass(options, votes))
-    _waiting.add(model)
+    _waiting.add(votes)
 
 
 class _Votes:
@@ -114,7 +114,7 @@ class _BeforeFirstPass:
         if not (model.training and torch.is_grad_enabled()):
             return
         remove_forward_pre_hooks(model, _BeforeFirstPass)
-        _waiting.discard(model)
+        _waiting.discard(self._votes)
         sync, problem = None, _why_not(model)
         if not problem:
             try:

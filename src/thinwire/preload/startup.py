@@ -60,14 +60,26 @@ def watch_built(ddp: Any) -> None:
 
 
 def tell_if_nothing_was_built() -> None:
-    """Say at the end of a job's first process that no process of its kind built a DDP model."""
-    is_first_of_several = os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE", "1") != "1"
-    if is_first_of_several and "thinwire.preload.model" not in sys.modules:
+    """Say at the end of a job's first process, or of one that trained alone, that it built no DDP model."""
+    is_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
+    if os.environ.get("RANK", "0") != "0" or "thinwire.preload.model" in sys.modules:
+        return
+    if is_of_several or has_made_an_optimizer():
         print(
-            "thinwire attach: nothing was attached: no DistributedDataParallel was built. FSDP2 models take "
-            "thinwire.attach in the script (docs/sharded.md); DeepSpeed averages by itself",
+            "thinwire attach: nothing was attached: no DistributedDataParallel was built. One process has "
+            "nothing to average: start several, with torchrun for example. FSDP2 models take thinwire.attach "
+            "in the script (docs/sharded.md); DeepSpeed averages by itself",
             file=sys.stderr,
         )
+
+
+def has_made_an_optimizer() -> bool:
+    """Return whether this process trains: launchers, data workers and evaluations make no optimizer."""
+    kinds = [sys.modules["torch.optim"].Optimizer]
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
+    # The first of a class is what has its steps profiled.
+    return any(hasattr(kind.step, "hooked") for kind in kinds)
 
 
 sys.meta_path.insert(0, DDPFinder())
