@@ -7,7 +7,6 @@ import math
 import weakref
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +23,6 @@ from thinwire.advice import Advice
 from thinwire.advice.forecast import notes_on_link
 from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss, priced
 from thinwire.advice.prediction import Prediction
-from thinwire.advice.priced_steps import slowest_of
 from thinwire.advice.timeline import LoopbackTransport, Sent, Stopwatch, Timeline
 from thinwire.comm import Collective, agree, gather_numbers
 from thinwire.probe import PairTiming
@@ -62,15 +60,6 @@ def test_messages_that_wait_for_each_other_are_late_one_after_the_other() -> Non
     assert (Timeline(side_by_side, 1.0).rounds, Timeline(in_turn, 1.0).rounds) == (1, 2)
     assert late(*side_by_side) == pytest.approx(0.9 + 0.2 + 0.5)
     assert late(*in_turn) == pytest.approx(0.8 + 0.1 + 0.5 + 0.05 + 0.1 + 0.5)
-
-
-def test_the_slowest_of_so_many_processes() -> None:
-    """Against all pairs of steps; and at once for the most processes that there may be."""
-    seconds = [0.3, 0.1, 0.4, 0.2]
-    slowest = sorted(map(max, product(seconds, repeat=2)))
-    assert slowest_of(seconds, 2) == (slowest[7], slowest[3], slowest[11])
-    assert slowest_of(seconds, 1) == (0.2, 0.1, 0.3)
-    assert slowest_of(seconds, 1 << 20) == (0.4, 0.4, 0.4)
 
 
 def new_model() -> nn.Sequential:

@@ -81,18 +81,6 @@ def test_a_fifth_of_a_step_is_another_link(ms: float, changed: bool) -> None:
     assert not _differs(trial("exact", 0, ms, spread=60), EXACT)
 
 
-def test_it_tells_what_and_why() -> None:
-    chooser = chooser_for("AdamW")
-    assert str(chooser) == "no choice yet"
-    rough = trial("rough", 2, 40)
-    chooser.trials, chooser.chosen, chooser.is_choosing = (EXACT, SIXTEEN, rough), rough, False
-    assert str(chooser).startswith("A step with rough 40 ms. We could measure no loss: between")
-    assert str(chooser).endswith("Tried: exact 100 ms, sixteen 80 ms, rough 40 ms.")
-    short = chooser_for("Muon", budget_loss=0.0)
-    short.trials, short.chosen, short.is_choosing = (EXACT, SIXTEEN), SIXTEEN, False
-    assert "is known to lose at most 0 %: the nearest is Quantize(bits=8)" in str(short)
-
-
 # Members on a link that is given
 
 

@@ -11,14 +11,12 @@ from itertools import count
 from pathlib import Path
 from socket import gethostname
 from types import SimpleNamespace
-from typing import cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch._C._distributed_c10d import HashStore
 
 import thinwire
 from advice.ways import network
@@ -26,7 +24,7 @@ from cli.test_cli import exit_code
 from commands import listening_on, run_all
 from processes import Spawn
 from test_lab import real, undisturbed
-from thinwire.cli.probe import _counts, describe_streams, show
+from thinwire.cli.probe import describe_streams, show
 from thinwire.comm import ProcessGroupTransport, Work
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import LinkSpec, Network
@@ -102,13 +100,6 @@ def _probed_here() -> Probe:
     with pytest.raises(AgreementError, match="budget_seconds"):
         probe(budget_seconds=1.0 + dist.get_rank())
     return probe(budget_seconds=1.5)
-
-
-def test_a_group_whose_backend_was_left_to_torch_is_named() -> None:
-    """`dist.get_backend` calls it "undefined"."""
-    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    assert ProcessGroupTransport().backend_for(torch.device("cpu")) == "gloo"
-    dist.destroy_process_group()
 
 
 def test_a_budget_of_nothing_and_a_single_process_are_refused() -> None:
@@ -214,15 +205,6 @@ def _timed_with_one_late() -> tuple[list[float], list[float]]:
         return [measuring.seconds_of(start, last, 0.3)[last] for last in (0, 1, 0)], slept
 
 
-def test_nothing_larger_than_was_timed_is_sent() -> None:
-    """The largest two took as long as each other: what more bytes would take is not known."""
-    flat = [Timing(4, [0.001]), Timing(1024, [0.002]), Timing(4096, [0.002])]
-    transport = cast(ProcessGroupTransport, SimpleNamespace(size=2))
-    measuring = Prober(transport, torch.device("cpu"))
-    assert measuring.largest_within(flat, 1.0) == 4096
-    assert measuring.largest_within(flat, 1e-6) == 1024
-
-
 def test_between_sizes_it_is_linear() -> None:
     assert example().bytes_per_second == pytest.approx(2000 / 0.002)
     seconds = [example().average_seconds(size) for size in (1, 2000, 5000)]
@@ -287,17 +269,3 @@ def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told(spawn
 def _compared_streams() -> tuple[dict[int, float], str]:
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
         return compare_streams([1, 3], network(1e6)), os.environ["GLOO_SOCKET_IFNAME"]
-
-
-@pytest.mark.parametrize("streams", ["", "0", "1,,4", "17", "four"])
-def test_numbers_of_connections_are_checked(streams: str) -> None:
-    with pytest.raises(ConfigError, match="--streams must be numbers from 1 to 16"):
-        _counts(streams)
-    assert _counts("8,4") == [1, 4, 8]
-    assert _counts(None) == []
-
-
-def test_connections_are_those_of_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with pytest.raises(ConfigError, match="set GLOO_SOCKET_IFNAME=eth0"):
-        compare_streams([1, 4], network(1e8))

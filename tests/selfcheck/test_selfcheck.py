@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +19,6 @@ from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.cli import check
 from thinwire.errors import CommunicationError
 from thinwire.kernels import dispatch
-from thinwire.kernels.triton import launcher, limits
 from thinwire.launch import group_of_one
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck import device as device_page
@@ -217,52 +212,3 @@ def test_where_there_is_no_gpu_it_says_why_what_serves_instead_and_what_it_costs
     assert exit_code(monkeypatch, "check", "--device=cuda") == 2
     instead = "the CPU serves, which takes many times as long: --device cpu measures it"
     assert capsys.readouterr().err == f"thinwire: --device cuda finds no GPU: {why}; {instead}\n"
-
-
-def test_what_keeps_tritons_kernels_from_a_gpu_is_told_with_what_it_costs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Such as a driver that does not know what Triton compiles for, or a compiler that is missing."""
-
-    def check_kernel() -> None:
-        raise RuntimeError("PTX was compiled with an unsupported toolchain\nat line 1")
-
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(limits, "installed", lambda: "3.6.0")
-    monkeypatch.setattr(launcher, "check", check_kernel)
-    limits.why_unusable.cache_clear()
-    limits._why_not.cache_clear()
-    told = check._served_by(gpu)
-    limits.why_unusable.cache_clear()
-    limits._why_not.cache_clear()
-    assert told.startswith("NVIDIA A100: thinwire ")
-    why = "Triton 3.6.0 is installed but does not compile (PTX was compiled with an unsupported toolchain)"
-    cost = "20 times as long for 4 bits, and 11 times the launches for low rank"
-    assert told.endswith(f"; {why}: PyTorch's kernels serve, which take {cost}")
-
-
-def test_output_that_can_not_be_written_leaves_the_others_in_peace(spawn: Spawn) -> None:
-    assert spawn(2, _checked_to_a_full_disk) == ["No space left on device", None]
-
-
-class FullDisk(io.StringIO):
-    """A file that can't be written out."""
-
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _checked_to_a_full_disk() -> str | None:
-    assert dist.get_world_size() == 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
-        patch.setattr(check, "CHECKS", {"nothing": lambda context: None})
-        if dist.get_rank() == 0:
-            patch.setattr(sys, "stdout", FullDisk())
-        try:
-            check.check(backend=None, processes=None, as_json=True, device=None)
-        except OSError as error:
-            return error.strerror
-    return None

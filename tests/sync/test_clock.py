@@ -55,29 +55,3 @@ def test_by_events_read_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) ->
     assert not clock._unread  # what has ended is not kept
     assert len(device.recorded) == 9
     assert 0 < clock.arithmetic_seconds < 1
-
-
-def test_gradients_that_are_ready_behind_the_end_of_a_step_expose_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a stream that the step has not waited for."""
-    device, clock, traffic = Device(monkeypatch), StepClock(), Traffic()
-    clock.device = CUDA
-    with clock.inside(traffic):
-        pass
-    clock.end_step()
-    device.recorded.reverse()
-    device.done = 1
-    assert clock.exposed_seconds == 0
-    assert len(clock._unread) == 1  # its time is not known yet
-    device.done = 2
-    assert clock.exposed_seconds == 0
-    assert not clock._unread
-
-
-def test_on_the_cpu_by_the_hosts_clock() -> None:
-    clock, traffic = StepClock(), Traffic()
-    with clock.inside(traffic):
-        pass
-    clock.end_step()
-    assert 0 < clock.exposed_seconds < 1

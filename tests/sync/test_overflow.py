@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from functools import partial
@@ -177,18 +176,3 @@ def test_a_scale_that_is_none_is_refused(bad: Any) -> None:
     assert scale is not None
     with pytest.raises(ConfigError, match="must return a number above 0 within fp32"):
         scale(torch.device("cpu"))
-
-
-@in_each_process(2)
-def test_a_copied_state_has_the_same_scale() -> None:
-    state = hooks.PowerSGDState(None, start_powerSGD_iter=0, grad_scaler=lambda: 4.0)
-    errors = []
-    for given, scale in (
-        (copy.deepcopy(state), 4.0),
-        (hooks.PowerSGDState(None, start_powerSGD_iter=0), 1.0),
-    ):
-        model = new_ddp_model()
-        model.register_comm_hook(given, hooks.powerSGD_hook)
-        torch.autograd.backward(scale * loss_of(model, 0))
-        errors.append(dict(given.state_dict()["error"]))
-    assert all(owed.any() and torch.equal(owed, errors[1][name]) for name, owed in errors[0].items())

@@ -14,8 +14,8 @@ from algorithms.test_conformance import assert_same_state, over, warmup_steps
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.comm import InProcessTransport, Work
-from thinwire.errors import CommunicationError, ConfigError, StepError
+from thinwire.comm import InProcessTransport
+from thinwire.errors import CommunicationError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.sync.partition import Partitioner
@@ -184,34 +184,6 @@ def test_whole_matrices_are_divided_evenly() -> None:
         assert max(loads) <= 1.3 * sum(loads) / num
 
 
-def test_whole_buckets_are_divided_evenly_once_there_are_several() -> None:
-    """DDP has one bucket in its first step, and smaller ones from the second on."""
-    sim = machines(BatchedPowerSGD(), TOGETHER)
-    models: list[Buckets] = [TOGETHER, LAYERS, LAYERS, TOGETHER, LAYERS]
-    for step, model in enumerate(models):
-        sim.buckets = list(model)
-        assert sim.step(random_gradients(model, num_workers=4, seed=step))
-        if step in (1, 2):
-            shares = [engine.state.residual_bytes() for engine in sim.engines]
-            assert shares == [sum(shares) / 4] * 4
-    assert sim.syncs[0].stats().compression_ratio > 10
-
-
-def test_the_plan_says_who_sends_what() -> None:
-    sim = machines(PowerSGD(matrix_rank=2), LAYERS)
-    assert str(sim.syncs[3]).startswith(
-        "PowerSGD(matrix_rank=2) over 2 machines of 2 processes, of which this is process 1 of machine 1"
-    )
-    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=0))
-    assert "inside of the machine this process sent" in str(sim.syncs[0].stats())
-    shown = str(sim.syncs[0].plan)
-    assert all(f"96×64, rank 2, by process {rank}" in shown for rank in range(2))
-    assert shown.endswith("(of each machine of 2 processes), 2 rounds a step")
-    for sync in sim.syncs:
-        sync.use(Quantize(bits=4))
-        assert "4 bits in blocks of 64, by 2 processes" in str(sync.plan)
-
-
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD(matrix_rank=2)], ids=str)
 def test_a_plan_that_one_process_asks_for_changes_nothing(algorithm: Algorithm) -> None:
     asked, expected = machines(algorithm, LAYERS), machines(algorithm, LAYERS)
@@ -276,22 +248,3 @@ def test_a_gather_that_fails_behind_the_commit_leaves_a_state_that_is_refused(ho
         sync.load_state_dict(state)
     assert sim.step(random_gradients(LAYERS, num_workers=4, seed=1))
     assert sim.syncs[0].stats().steps == 2
-
-
-def test_workers_that_do_not_fill_their_machines_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_workers=5 .* workers_per_machine=2"):
-        Simulation(AllReduce(), LAYERS, num_workers=5, workers_per_machine=2)
-
-
-def test_a_state_takes_one_broadcast_for_each_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    sim, sent, broadcast = machines(PowerSGD(matrix_rank=2), LAYERS), [], InProcessTransport.broadcast
-
-    def counted(self: InProcessTransport, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        sent.append(purpose)
-        return broadcast(self, tensor, source, purpose)
-
-    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=0))
-    monkeypatch.setattr(InProcessTransport, "broadcast", counted)
-    (state, *_) = sim.state_dicts()
-    assert len(state["error"]) == 6
-    assert len(sent) == 2 * 4  # what both of each machine have

@@ -172,20 +172,6 @@ def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> 
     assert calls == [[1, 3], [2, 6], [2], [4]]
 
 
-def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
-    """The next one is not there yet."""
-    calls: list[list[int]] = []
-    counted = noting(calls, int)
-
-    def bucket() -> Requests:
-        yield Jointly(counted, [1, 2])
-        yield Mean(torch.zeros(1))
-        yield healthy()
-
-    driven([bucket(), bucket()], alone())
-    assert calls == [[1, 2], [1, 2]]
-
-
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_closing_requests_travel_with_the_second_round_and_commit_last(rounds: int) -> None:
     """In the type of the means that are sent anyway; in their own where none is."""

@@ -22,6 +22,7 @@ from thinwire.comm.in_process import run_members
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError, StateError
+from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, algorithm_state
 
@@ -83,31 +84,19 @@ def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: d
     assert engine.state_dict()["parameters"] == state["parameters"]
 
 
-def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
+def test_a_channels_last_parameter_resumes_from_its_logical_shape() -> None:
+    """The properties of `algorithms/test_properties.py` say that what is saved is in the logical order."""
     weight = torch.empty(8, 6, 3, 3).to(memory_format=torch.channels_last)
-    plain = spec("conv", 8, 6, 3, 3)
-    strided = type(plain).of("conv", weight)
-    assert strided.matrix_shape == plain.matrix_shape == (8, 54)
-    generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(8, 1, 1, 1, generator=generator) * torch.randn(6, 3, 3, generator=generator)
-    gradient = 9 * direction + torch.randn(8, 6, 3, 3, generator=generator)
-    in_memory_order = gradient.to(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1)
-    algorithm = PowerSGD(matrix_rank=1)
-    errors = []
-    for each, flat in ((plain, gradient.reshape(-1).clone()), (strided, in_memory_order.clone())):
-        simulation = Simulation(algorithm, [(each,)], num_workers=1)
-        for _ in range(30):  # to convergence: the first factor is random in the order of memory
-            simulation.engines[0].state.memory[ERROR].clear()
-            simulation.step([[flat.clone()]])
-        saved = simulation.state_dicts()[0]
-        errors.append(dict(saved["error"])["conv"])
-        resumed = Simulation(algorithm, [(each,)], num_workers=1)
-        resumed.syncs[0].load_state_dict(saved)
-        results = [[[flat.clone()]] for _ in range(2)]
-        assert simulation.step(results[0])
-        assert resumed.step(results[1])
-        assert torch.equal(results[0][0][0], results[1][0][0])
-    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=1e-3)
+    layout = [(ParameterSpec.of("conv", weight),)]
+    straight, resumed = (Simulation(PowerSGD(matrix_rank=1), layout, num_workers=1) for _ in range(2))
+    straight.step(random_gradients(layout, num_workers=1, seed=0))
+    saved = straight.state_dicts()[0]
+    resumed.syncs[0].load_state_dict(saved)
+    assert dict(saved["error"])["conv"].shape == (8, 6, 3, 3)
+    ((mine,),), ((theirs,),) = (random_gradients(layout, num_workers=1, seed=1) for _ in range(2))
+    assert straight.step([[mine]])
+    assert resumed.step([[theirs]])
+    assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

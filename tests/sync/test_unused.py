@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_ready.counting import counted
 from thinwire.algorithms import Bucket
 from thinwire.plan import ParameterSpec
 from thinwire.sync.unused import used_flags
@@ -27,10 +26,3 @@ def test_a_gradient_that_is_not_all_zeros_was_used(monkeypatch: pytest.MonkeyPat
     assert flags.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
     monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     assert torch.equal(used_flags(bucket), flags)
-
-
-def test_to_find_out_takes_an_accelerator_a_few_launches_and_no_wait() -> None:
-    bucket = bucket_on("meta")
-    found, _ = counted(lambda: used_flags(bucket))
-    assert found.launches <= 6
-    assert found.waits == 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -25,12 +23,10 @@ from processes import Spawn
 from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport
 from thinwire.simulation import Simulation
-from thinwire.sync import Engine, GradientSync, engine_of
-from thinwire.sync.stats import Stats
-from thinwire.watch import MetricsWriter, read_run, records
-from thinwire.watch.watch import _residual_in_steps, alarming_growth
+from thinwire.sync import engine_of
+from thinwire.watch import MetricsWriter, read_run
+from thinwire.watch.watch import alarming_growth
 
 STEPS = 6
 
@@ -122,29 +118,6 @@ def test_a_record_of_several_steps_and_another_plan(simulated: Simulation) -> No
     assert len(kept.records) == before
 
 
-def test_a_step_that_leaves_parameters_out_is_no_new_plan() -> None:
-    kept, specs = Kept(), [spec(name, 64, 32) for name in "abc"]
-    engine = Engine(PowerSGD(matrix_rank=2), InProcessTransport.group(1)[0], specs)
-    used: list[str] = ["ab", "a", "b", "abc", "c", "ac", "a"]
-
-    def step(names: str) -> None:
-        bucket = tuple(each for each in specs if each.name in names)
-        engine.average([(bucket, torch.randn(64 * 32 * len(bucket)))], is_agreed=True)
-
-    with Watch(GradientSync(engine), kept):
-        for names in used:
-            step(names)
-        for matrix_rank in (1, 2):
-            GradientSync(engine).use(PowerSGD(matrix_rank=matrix_rank))
-            step("abc")
-    assert ["".join(route["label"] for route in plan["routes"]) for plan in kept.of("plan")] == [
-        "ab",
-        *["abc"] * 3,
-    ]
-    assert len(kept.of("step")) == len(used) + 2
-    assert engine.reporter.counts().compression_ratio > 5
-
-
 def test_watching_changes_nothing() -> None:
     plain, watched = simulation(), simulation()
     with Watch(watched.syncs[0], Kept(), norms_every_steps=1):
@@ -193,17 +166,6 @@ def test_a_file_of_the_last_release_is_read(path: Path) -> None:
     assert [route["detail"] for route in run.plans[0]["routes"]] == ["64×32, rank 2"]
     assert [len(records) for records in (run.steps, run.norms, run.logs)] == [1, 1, 1]
     assert run.points("loss") == [(1, 0.6, 3.0)]
-
-
-def test_a_plan_is_told_again_when_something_travels_otherwise(path: Path) -> None:
-    """And not when DDP's rebuilt buckets round to a few bytes more, and come in another order."""
-    (first,) = read_run(watched(path)).plans
-    rebuilt = [{**route, "message_bytes": route["message_bytes"] + 2} for route in reversed(first["routes"])]
-    other = [{**route, "detail": "uncompressed"} for route in rebuilt]
-    with path.open("a") as file:
-        file.writelines(json.dumps({**first, "step": 9, "routes": each}) + "\n" for each in (rebuilt, other))
-    told = read_run(path).plans
-    assert [(plan["step"], plan["routes"]) for plan in told] == [(1, rebuilt), (9, other)]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -285,23 +247,6 @@ def test_what_is_no_record_is_refused_and_not_continued(content: bytes | None, t
         with pytest.raises(ConfigError, match=told):
             Watch(simulation().syncs[0], path)
         assert path.read_bytes() == content
-
-
-def test_what_was_recorded_of_steps_that_were_undone_is_forgotten() -> None:
-    """As if every return had gone through all records; the plan of a step stands just before it."""
-    draw = random.Random(0)
-    for _ in range(100):
-        written, expected, step = [dict[str, Any](kind="run")], [dict[str, Any](kind="run")], 0
-        for _ in range(30):
-            if draw.random() < 0.2:
-                step = draw.randrange(step + 1)
-                expected = [each for each in expected if each.get("step", 0) <= step]
-            step += 1
-            kinds = ["step", *draw.choices(["log", "norms"], k=draw.randrange(3))]
-            kinds = ["plan"] * (draw.random() < 0.2) + kinds
-            added = [{"kind": kind, "step": step, "steps": 1} for kind in kinds]
-            written, expected = written + added, expected + added
-        assert records.without_undone(written) == expected
 
 
 def test_what_can_not_be_watched(tmp_path: Path) -> None:
@@ -412,13 +357,6 @@ def test_error_that_grows_without_bound_is_told_and_error_that_is_paid_is_not(
     (record,) = caplog.records
     assert record.getMessage().startswith("step 128:")
     assert "it goes on growing" in record.getMessage()
-
-
-def test_the_residual_is_compared_with_what_a_step_sends() -> None:
-    """What is sent is orthogonal to what is left: 3 of 5 is left of the first, all of the second."""
-    stats = Stats(relative_error={"a": 0.6, "b": 1.0, "c": 0.0}, error_norm={"a": 3.0, "b": 4.0, "c": 0.0})
-    assert _residual_in_steps(stats) == pytest.approx(5 / 4)
-    assert _residual_in_steps(Stats(relative_error={"b": 1.0}, error_norm={"b": 4.0})) == 0
 
 
 @pytest.mark.parametrize(
