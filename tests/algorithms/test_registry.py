@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
@@ -48,14 +46,6 @@ def test_the_default_type_of_torch_changes_nothing(registered: Registered) -> No
         found.append(torch.stack([step[0][0] for step in means]))
     assert torch.equal(*found)
     assert found[0].dtype == torch.float32
-
-
-def test_it_takes_of_what_is_offered_what_it_has() -> None:
-    offered = {"matrix_rank": 3, "seed": 5, "no such setting": True}
-    for registered in REGISTRY:
-        made = registered.made(**offered)
-        names = {each.name for each in fields(made)} & offered.keys()  # type: ignore[arg-type]
-        assert {name: getattr(made, name) for name in names} == {name: offered[name] for name in names}
 
 
 def test_there_is_one_for_each_public_algorithm() -> None:

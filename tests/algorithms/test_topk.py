@@ -22,7 +22,6 @@ from thinwire.tensors.entries import ChunkRun, Chunks, EntryLayout
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 
-KEEPS_ALL = TopK(error_decay=1, merge="members")
 LAYOUT = [(spec("weight", 30, 50, dtype=torch.float64), spec("bias", 30, dtype=torch.float64))]
 
 

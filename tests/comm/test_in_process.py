@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -33,54 +30,11 @@ def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("interrupts_last", [False, True])
-def test_ctrl_c_ends_all_members_before_it_goes_on(interrupts_last: bool) -> None:
-    """The one that runs, the one that waits, and the one that has not begun."""
-    members, ended = InProcessTransport.group(3), []
-    threads: list[threading.Thread] = []
-
-    def body(rank: int) -> None:
-        threads.append(threading.current_thread())
-        try:
-            if rank == 1 + interrupts_last:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.1)  # as a computation does that sends nothing
-            members[rank].mean(torch.ones(1), "a test").wait()
-        except KeyboardInterrupt:
-            ended.append(rank)
-            # What cleans up may send as well.
-            with pytest.raises(KeyboardInterrupt):
-                members[rank].mean(torch.ones(1), "a test").wait()
-            raise
-
-    with pytest.raises(KeyboardInterrupt):
-        run_members(3, body)
-    assert sorted(ended) == ([0, 1, 2] if interrupts_last else [0, 1])
-    assert len(threads) == len(ended)
-    assert not any(thread.is_alive() for thread in threads)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("wrapped", [lambda transport: transport, Recording, Metered])
 def test_every_collective_carries_every_type(size: int, wrapped: Callable[[Transport], Transport]) -> None:
     members = InProcessTransport.group(size)
     run_members(size, lambda rank: check_every_collective(wrapped(members[rank])))
-
-
-def test_several_groups_at_once() -> None:
-    """Pairs and the whole, as hierarchies have them; each keeps its own order of messages."""
-    everyone, pairs = InProcessTransport.group(4), [InProcessTransport.group(2) for _ in range(2)]
-
-    def body(rank: int) -> list[float]:
-        pair, whole = pairs[rank // 2][rank % 2], everyone[rank]
-        of_pair, of_all = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-        late = whole.all_reduce(of_all, "of all")
-        pair.all_reduce(of_pair, "of a pair").wait()
-        late.wait()
-        pair.all_reduce(of_pair, "of a pair").wait()
-        return [of_pair.item(), of_all.item()]
-
-    assert run_members(4, body) == [[2.0, 6.0], [2.0, 6.0], [10.0, 6.0], [10.0, 6.0]]
 
 
 def test_members_that_wait_for_each_other_for_ever_are_named() -> None:

@@ -47,23 +47,6 @@ def test_between_two_every_message_goes_p2p() -> None:
 
 
 @in_each_process(2)
-def test_messages_are_asked_for_before_they_are_sent() -> None:
-    """So a message takes one way, not a round trip; of a long one the head."""
-    with patch.object(p2p, "HEAD_BYTES", 16):
-        transport = ProcessGroupTransport(dist.new_group())
-        check_every_collective(transport)
-    transport.group = group = Mock(wraps=transport.group)
-    for numel, calls in ((8, "recv send"), (9, "recv recv send send")):
-        group.reset_mock()
-        own, rows = torch.full((numel,), transport.rank + 0.5, dtype=torch.float16), torch.zeros(2, numel)
-        transport.all_gather(gathered := rows.half(), own, "a gather").wait()
-        assert gathered.sum(1).tolist() == [0.5 * numel, 1.5 * numel]
-        assert [name for name, *_ in group.method_calls] == calls.split()
-    asked = [call.args[0][0] for call in group.recv.call_args_list]
-    assert [len(each) for each in asked] == [p2p.LENGTH_BYTES + 16, 2]
-
-
-@in_each_process(2)
 def test_a_message_of_a_different_length_is_refused() -> None:
     transport = ProcessGroupTransport(dist.new_group())
     lengths = [4, 12]
