@@ -218,17 +218,6 @@ def _resumed() -> None:
     assert other_powersgd.stats().compression_ratio > 2
 
 
-@in_each_process(4)
-def test_a_process_group_of_some() -> None:
-    model, groups = new_model(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    powersgd = PowerSGD(model.parameters(), AT_ONCE, process_group=groups[dist.get_rank() // 2])
-    first, second, third, fourth = gathered(train(model, powersgd, range(3)))
-    assert torch.equal(first, second)
-    assert torch.equal(third, fourth)
-    assert not torch.equal(first, third)
-    assert powersgd.stats().compression_ratio > 2
-
-
 @pytest.mark.parametrize(
     ("processes", "dtype", "scale"),
     [(2, torch.float32, 1), (2, torch.bfloat16, 1024), (4, torch.bfloat16, 1), (4, torch.float32, 1024)],
@@ -390,34 +379,6 @@ def test_unscaled_too_early_is_told() -> None:
     scaler.unscale_(optimizer)
     with pytest.raises(thinwire.StepError, match="unscale_"):
         optimizer_step(optimizer, powersgd)
-
-
-def aggregated(
-    config: Config, dtype: torch.dtype = torch.float32
-) -> tuple[PowerSGD, list[Tensor], list[Tensor], list[Tensor]]:
-    """By this process alone: what was given, the means, and what was left in the input."""
-    assert not dist.is_initialized()
-    parameters = list(new_model(dtype).parameters())
-    gradients = [torch.randn_like(parameter) for parameter in parameters]
-    given = [gradient.clone() for gradient in gradients]
-    powersgd = PowerSGD(parameters, config)
-    return powersgd, given, powersgd.aggregate(gradients), gradients
-
-
-def test_without_a_process_group_whole_gradients_come_back_and_nothing_is_left() -> None:
-    """The reference's own test_no_compression_in_the_beginning."""
-    powersgd, given, means, left = aggregated(Config(1, 10, start_compressing_after_num_steps=2))
-    assert all(map(torch.equal, means, given))
-    assert not any(rest.any() for rest in left)
-    assert powersgd.step_counter == 1
-
-
-def test_without_a_process_group_what_is_missed_is_left() -> None:
-    """The reference's own test_error_feedback_mechanism, in float64 as it is there."""
-    powersgd, given, means, left = aggregated(Config(2, 1.5, 3, 0), torch.float64)
-    torch.testing.assert_close([mean + rest for mean, rest in zip(means, left, strict=True)], given)
-    assert sum(bool(rest.any()) for rest in left) >= 3
-    assert powersgd.stats().compression_ratio > 1.5
 
 
 def test_without_a_process_group_there_is_nothing_to_join() -> None:

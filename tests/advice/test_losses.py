@@ -92,19 +92,6 @@ def test_a_longer_run_promises_nothing_for_a_shorter_one() -> None:
     assert advice_of(way("few", 10, 11, few(9)), budget=0.2).best is SIXTEEN
 
 
-def test_size_length_and_members_tell_which_is_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = (
-        row("two", "AdamW", 4, -0.5),
-        row("two", "AdamW", 2, 0.2, parameters=10**8),
-        row("two", "AdamW", 2, 3.0, parameters=10**8, steps=500),
-        row("two", "AdamW", 2, -0.1, parameters=10**7),
-    )
-    monkeypatch.setattr("thinwire.advice.losses.loss_gaps", lambda: table)
-    asked = [(10**6, 2000), (10**7, 2000), (10**8, 2000), (10**8, 1900)]
-    two = [expected_loss("two", Training("AdamW", 4, *facts)).percent for facts in asked]
-    assert two == [-0.5, -0.1, 0.2, 3.0]
-
-
 @pytest.mark.usefixtures("small_table")
 def test_measurements_come_before_bounds() -> None:
     itself = expected_loss("rare", Training("AdamW", 4, 10**9))

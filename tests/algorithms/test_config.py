@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -53,7 +52,7 @@ BAD: dict[type[Algorithm], dict[str, list[Any]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "setting", "value"),
-    [(kind, name, each) for kind, settings in BAD.items() for name in settings for each in settings[name]],
+    [(kind, name, value) for kind, settings in BAD.items() for name in settings for value in settings[name]],
 )
 def test_a_bad_setting_is_named(kind: type[Algorithm], setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -164,25 +163,6 @@ def test_a_plain_module_without_a_process_group_is_told_to_make_the_group_first(
         AttachError, match=r"got Linear; call torch.distributed.init_process_group\(\), then wrap"
     ):
         thinwire.attach(nn.Linear(4, 4), AllReduce())
-
-
-@in_each_process(2)
-def test_top_k_in_every_step_is_attached_and_warned_of() -> None:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("thinwire.adapters.attach")
-    logger.addHandler(handler)
-    try:
-        model = DistributedDataParallel(nn.Linear(64, 64))
-        sync = thinwire.attach(model, TopK())
-        model(torch.ones(1, 64)).sum().backward()
-        thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), Quantize(bits=4))
-    finally:
-        logger.removeHandler(handler)
-    (warning,) = told
-    assert "TopK(density=0.015625) is meant for models that are averaged every few steps" in warning
-    assert sync.stats().compression_ratio > 10
 
 
 @in_each_process(2)

@@ -53,8 +53,8 @@ def test_there_is_one_for_each_public_algorithm() -> None:
     values = [getattr(algorithms, name) for name in algorithms.__all__]
     public = {value for value in values if issubclass(type(value), type)}
     kinds = {kind for kind in public if issubclass(kind, Algorithm)} - {Algorithm}
-    assert kinds == {each.kind for each in REGISTRY}
-    assert len({each.name for each in REGISTRY}) == len(REGISTRY)
+    assert kinds == {registered.kind for registered in REGISTRY}
+    assert len({registered.name for registered in REGISTRY}) == len(REGISTRY)
 
 
 def test_what_is_no_algorithm_is_shown() -> None:

@@ -37,7 +37,7 @@ def test_against_numpy(bits: int, merge: Any) -> None:
         assert simulation.step(gradients)
         np.testing.assert_allclose(gradients[0][0].numpy(), expected, rtol=1e-12, atol=1e-12)
     for engine, residual in zip(simulation.engines, reference.residuals, strict=True):
-        kept = torch.cat([engine.state.memory[ERROR][each.name] for each in LAYOUT[0]])
+        kept = torch.cat([engine.state.memory[ERROR][parameter.name] for parameter in LAYOUT[0]])
         np.testing.assert_allclose(kept.numpy(), residual, rtol=1e-12, atol=1e-12)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from unittest.mock import patch
-
 import pytest
 
-from thinwire.comm import Description, InProcessTransport, Recording, agree, agreement, run_members
-from thinwire.errors import AgreementError, CommunicationError
+from thinwire.comm import Description, InProcessTransport, Recording, agree, run_members
+from thinwire.errors import AgreementError
 
 SAME = {"algorithm": "PowerSGD", "matrix_rank": "2", "bucket": "weight, bias"}
 
@@ -67,29 +64,3 @@ def test_all_are_told_who_differs_in_what(other: Description, words: str) -> Non
         assert words in message
         assert "nothing was changed" in message
         assert collectives == ["all_gather"] * 3
-
-
-def test_who_waits_long_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
-    members, warned = InProcessTransport.group(2), threading.Event()
-
-    def body(rank: int) -> bool:
-        heard = rank == 0 or warned.wait(60)  # comes only after the other has complained
-        agree(members[rank], SAME, "step 3")
-        return heard
-
-    with patch.object(agreement.logger, "warning", side_effect=lambda _: warned.set()) as said:
-        assert run_members(2, body) == [True, True]
-    ((words,), _), = said.call_args_list  # fmt: skip
-    assert words.startswith("step 3: process 0 has waited 0.01 s for the others: make the same calls")
-
-
-def test_a_member_that_never_comes_is_an_error_for_the_others() -> None:
-    members = InProcessTransport.group(2)
-
-    def body(rank: int) -> None:
-        if rank == 0:
-            agree(members[rank], SAME, "step 3")
-
-    with pytest.raises(CommunicationError, match=r"comparison of what .* members \[1\] of 2 have not"):
-        run_members(2, body)

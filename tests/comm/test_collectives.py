@@ -35,17 +35,17 @@ def test_all_become_what_the_source_has_to_the_bit(sources: set[int], source: in
 
     def body(rank: int) -> tuple[list[torch.Tensor], list[str]]:
         recording, tensors = Recording(members[rank]), tensors_of(rank)
-        addresses = [each.data_ptr() for each in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
         with torch.no_grad():
             copy_from(rank in sources, tensors, recording)
-        assert [each.data_ptr() for each in tensors] == addresses
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
         return tensors, [note.collective for note in recording.notes]
 
     for tensors, collectives in run_members(3, body):
         for got, expected in zip(tensors, tensors_of(source), strict=True):
             assert got.dtype == expected.dtype
             got_bits, expected_bits = (
-                each.detach().contiguous().view(-1).view(torch.uint8) for each in (got, expected)
+                tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (got, expected)
             )
             assert torch.equal(got_bits, expected_bits)
         assert collectives == ["all_reduce", "broadcast"]
@@ -108,8 +108,8 @@ def test_different_tensors_are_refused_on_all_before_any_is_sent(other: torch.Te
 
     run_members(2, body)
     assert len(heard) == 2
-    assert all("process 0: (4, 3) torch.float32; process 1: " in each for each in heard)
-    assert all("pad or cast first" in each for each in heard)
+    assert all("process 0: (4, 3) torch.float32; process 1: " in said for said in heard)
+    assert all("pad or cast first" in said for said in heard)
 
 
 def test_too_many_dimensions_are_refused() -> None:

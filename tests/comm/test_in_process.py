@@ -13,23 +13,6 @@ from thinwire.comm import InProcessTransport, Metered, Recording, Transport, run
 from thinwire.errors import CommunicationError
 
 
-def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
-    members, events = InProcessTransport.group(3), []
-
-    def body(rank: int) -> int:
-        events.append(f"{rank} begins")
-        work = members[rank].mean(torch.ones(1), "a test")
-        work.wait()
-        work.wait()  # again: nothing
-        events.append(f"{rank} ends")
-        return 10 * rank
-
-    assert run_members(3, body) == [0, 10, 20]
-    assert events == [
-        "0 begins", "1 begins", "2 begins", "2 ends", "0 ends", "1 ends",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("wrapped", [lambda transport: transport, Recording, Metered])
 def test_every_collective_carries_every_type(size: int, wrapped: Callable[[Transport], Transport]) -> None:
@@ -95,16 +78,6 @@ def test_waiting_outside_run_members_is_refused_and_not_hung() -> None:
     first, _ = InProcessTransport.group(2)
     with pytest.raises(CommunicationError, match=r"members \[1\] of 2 have not sent.*run_members"):
         first.mean(torch.zeros(3), "a test").wait()
-
-
-def test_what_is_sent_may_be_taken_later_outside() -> None:
-    """All have sent: nobody has to wait."""
-    members = InProcessTransport.group(2)
-    tensors = [torch.tensor([1.0]), torch.tensor([3.0])]
-    works = [member.mean(tensor, "a test") for member, tensor in zip(members, tensors, strict=True)]
-    for work in works:
-        work.wait()
-    assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

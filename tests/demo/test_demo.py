@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from commands import WITHOUT_PACKAGE, listening_on, run_python, started_python
@@ -18,8 +17,6 @@ from processes import Setting, run_fresh
 from thinwire import launch
 from thinwire.cli.demo import JobError, run_algorithms
 from thinwire.demo.model import (
-    GPT,
-    SIZES,
     load_text,
 )
 from thinwire.demo.train import DemoOptions
@@ -44,18 +41,6 @@ def test_heldout_files_are_never_trained_on(tmp_path: Path) -> None:
 
 
 # Model
-
-
-def test_the_model_does_not_see_the_future() -> None:
-    torch.manual_seed(0)
-    model = GPT(SIZES["tiny"])
-    inputs = torch.randint(256, (1, 16))
-    changed = inputs.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % 256
-    before, after = model(inputs), model(changed)
-    assert before.shape == (1, 16, 256)
-    torch.testing.assert_close(before[:, :10], after[:, :10])
-    assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
 # Options
@@ -135,12 +120,12 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         processes = [running.pid, *map(int, children)]
         assert len(processes) == 3
-        addresses = {each for process_id in processes for each in listening_on(process_id)}
+        addresses = {address for process_id in processes for address in listening_on(process_id)}
         assert addresses
         assert all(address.is_loopback for address in addresses)
         os.killpg(running.pid, signal.SIGINT)
         assert running.wait() == 130
         stopped = "thinwire: stopped by SIGINT; every process has ended, the same command begins again\n"
         assert running.stderr.read() == stopped
-        assert not any(Path(f"/proc/{each}").exists() for each in children)
+        assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert read_run(record).points("loss")

@@ -47,13 +47,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HER
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 
 
-def on_both(names: str, *cases: object) -> pytest.MarkDecorator:
-    """Try all cases on a GPU, and the last one on the CPU, so that the test itself is tried everywhere."""
-    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
-    on_gpu = [pytest.param(*row, "cuda", marks=needs_gpu) for row in rows]
-    return pytest.mark.parametrize(f"{names}, device", [*on_gpu, (*rows[-1], "cpu")], ids=str)
-
-
 STEPS = 5
 
 
@@ -81,11 +74,12 @@ def loss_of(model: nn.Module, step: int, device: str, dtype: torch.dtype = torch
 
 
 def gap(one: list[Tensor], other: list[Tensor]) -> float:
-    flat = [torch.cat([each.detach().cpu().double().view(-1) for each in side]) for side in (one, other)]
+    flat = [torch.cat([tensor.detach().cpu().double().view(-1) for tensor in side]) for side in (one, other)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-@on_both("algorithm", AllReduce(), PowerSGD(matrix_rank=2))
+@on_each_device
+@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(matrix_rank=2)], ids=str)
 @in_each_process(2)
 def test_sharded_models_overlap_to_the_same_result(algorithm: Algorithm, device: str) -> None:
     """Two replicas of one shard each: on one GPU no more can be."""
@@ -266,8 +260,8 @@ def test_codes_by_triton_are_those_of_pytorch(bits: int, dtype: torch.dtype) -> 
     expected = CODES.encoded(flat.cpu(), blocks, codebook, None).message
     assert bits < 4 or torch.equal(coded.message.cpu(), expected)
     decoded = [torch.empty_like(flat) for _ in range(2)]
-    for codes, each in zip((code_kernels_for(flat), CODES), decoded, strict=True):
-        codes.decode(coded, blocks, codebook, each)
+    for codes, target in zip((code_kernels_for(flat), CODES), decoded, strict=True):
+        codes.decode(coded, blocks, codebook, target)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < 4 * len(flat) / 3
 

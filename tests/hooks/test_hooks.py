@@ -147,7 +147,7 @@ def test_eight_bits_are_off_by_half_a_step_and_show_what_is_not_finite() -> None
             assert not spoiled[:100].isfinite().any()
             assert spoiled[100:].isfinite().all()
     expected = torch.linspace(-1, 3, 63 * 31) * 1.5
-    off = max((each - expected).abs().max().item() for each in got)
+    off = max((gradient - expected).abs().max().item() for gradient in got)
     assert 0 < off <= (4 / 255 / 2 + 8 / 255 / 2) / 2 * 1.0001
     assert types == {torch.uint8}
 
@@ -301,8 +301,8 @@ def test_a_loaded_state_is_a_copy_and_can_be_copied_and_sent_before_its_first_us
         for tensor in tensors.values():
             tensor.zero_()
     assert saved["factor"]
-    for each in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
-        again = each.state_dict()
+    for copied in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        again = copied.state_dict()
         assert again["step"] == 2
         for kind in ("error", "factor"):
             torch.testing.assert_close(dict(again[kind]), dict(saved[kind]), rtol=0, atol=0)
@@ -419,7 +419,7 @@ def test_what_sends_messages_is_not_pickled() -> None:
     sync, model = thinwire.attach(attached, PowerSGD(matrix_rank=1)), hooked(state)
     gradients_of(model, range(2))
     copied_state = cast(hooks.PowerSGDState, copy.deepcopy(model)._comm_hooks[0][1])
-    assert [each.stats().steps for each in (state, copied_state)] == [2, 0]
+    assert [used_state.stats().steps for used_state in (state, copied_state)] == [2, 0]
     optimizer = torch.optim.SGD(attached.module.parameters(), lr=0.1)
     local = thinwire.LocalSGD(attached.module, optimizer, every_steps=2)
     aggregator = AlgorithmAggregator(attached.parameters(), PowerSGD(matrix_rank=1))

@@ -26,7 +26,7 @@ every_entry = over(ENTRIES)
 KINDS = {type(entry.algorithm): entry for entry in ENTRIES if entry.feedback}  # each kind's last
 one_of_each_kind = over([ENTRIES[3], *KINDS.values()])
 LAYERS = [(spec(f"{n}.weight", 96, 64), spec(f"{n}.bias", 96)) for n in range(6)]
-TOGETHER = [tuple(each for bucket in LAYERS for each in bucket)]
+TOGETHER = [tuple(parameter for bucket in LAYERS for parameter in bucket)]
 
 
 def machines(algorithm: Algorithm, model: Buckets, num: int = 2, processes: int = 2) -> Simulation:
@@ -36,7 +36,7 @@ def machines(algorithm: Algorithm, model: Buckets, num: int = 2, processes: int 
 def means_of_machines(gradients: list[list[torch.Tensor]], processes: int = 2) -> list[list[torch.Tensor]]:
     """The gradients of one process for each machine."""
     by_machine = [gradients[first : first + processes] for first in range(0, len(gradients), processes)]
-    return [[torch.stack(each).mean(0) for each in zip(*machine, strict=True)] for machine in by_machine]
+    return [[torch.stack(flats).mean(0) for flats in zip(*machine, strict=True)] for machine in by_machine]
 
 
 def errors(sim: Simulation) -> torch.Tensor:
@@ -63,8 +63,8 @@ def test_results_and_state_are_those_of_a_process_for_each_machine(entry: Entry)
         for mine, theirs in zip(gradients[0], expected[0], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     states = several.state_dicts()
-    for each in states[1:]:
-        assert_same_state(each, states[0])
+    for state in states[1:]:
+        assert_same_state(state, states[0])
     if is_cut_alike:
         (ours, *_), (of_one, *_) = states, alone.state_dicts()
         assert ours["slots"] == of_one["slots"]
@@ -180,7 +180,7 @@ def test_whole_matrices_are_divided_evenly() -> None:
     for num in (2, 3, 4):
         ranges = Partitioner(PowerSGD(), num, tuple(model)).of(tuple(model))
         loads = [sum(of_spec[rank].stop - of_spec[rank].start for of_spec in ranges) for rank in range(num)]
-        assert sum(loads) == sum(each.numel for each in model)
+        assert sum(loads) == sum(parameter.numel for parameter in model)
         assert max(loads) <= 1.3 * sum(loads) / num
 
 
@@ -208,24 +208,6 @@ def test_one_overflow_reaches_all_processes(algorithm: Algorithm) -> None:
     for worker in gradients:
         assert worker[2].isnan().any()
         torch.testing.assert_close(worker, gradients[0], rtol=0, atol=0, equal_nan=True)
-
-
-def test_processes_ask_each_other_only_while_one_remembers_something() -> None:
-    """A host wait in each step, on an accelerator; and a residual may be in one process's memory only."""
-    model = [(spec("weight", 96, 64),)]
-    sim, asked = machines(PowerSGD(matrix_rank=2), model), []
-    assert sim.step(random_gradients(model, num_workers=4, seed=0))
-    assert [bool(engine.state.error_norm()) for engine in sim.engines] == [True, False] * 2
-    for sync in sim.syncs:
-        sync.use(AllReduce())
-    for _ in range(4):
-        assert sim.step(random_gradients(model, num_workers=4, seed=0))
-        asked.append({engine.state.may_remember for engine in sim.engines})
-    assert asked[0] == {True}
-    assert asked[-1] == {False}
-    message_bytes = sim.syncs[0].stats().message_bytes
-    assert sim.step(random_gradients(model, num_workers=4, seed=0))
-    assert sim.syncs[0].stats().message_bytes - message_bytes == 96 * 64 * 4
 
 
 @pytest.mark.parametrize("host_check", [True, False])

@@ -14,19 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import thinwire
 from catalog import buckets, random_gradients, spec
-from processes import Spawn
+from processes import in_each_process
 from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
 from thinwire.watch import MetricsWriter, read_run
-from thinwire.watch.watch import alarming_growth
 
 STEPS = 6
 
@@ -55,7 +53,7 @@ class Kept:
         self.closed = True
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
-        return [values for each, _, values in self.records if each == kind]
+        return [values for recorded, _, values in self.records if recorded == kind]
 
 
 def simulation(algorithm: Algorithm | None = None) -> Simulation:
@@ -86,10 +84,10 @@ def test_the_records_add_up_to_the_stats(simulated: Simulation) -> None:
     steps, stats = kept.of("step"), simulated.syncs[0].stats()
     assert len(steps) == STEPS
     for name in ("messages", "message_bytes", "gradient_bytes", "waiting_seconds"):
-        assert sum(each[name] for each in steps) == pytest.approx(getattr(stats, name))
+        assert sum(record[name] for record in steps) == pytest.approx(getattr(stats, name))
     assert stats.compression_ratio > 5
-    assert [each["nonfinite_steps"] for each in steps] == [0, 0, 1, 0, 0, 0]
-    assert sum(each["exposed_seconds"] for each in steps) == pytest.approx(stats.exposed_seconds)
+    assert [record["nonfinite_steps"] for record in steps] == [0, 0, 1, 0, 0, 0]
+    assert sum(record["exposed_seconds"] for record in steps) == pytest.approx(stats.exposed_seconds)
     assert 0 < stats.exposed_seconds < steps[-1]["seconds"]
     assert 0 < stats.arithmetic_seconds < steps[-1]["seconds"]
     norms = kept.of("norms")
@@ -111,8 +109,8 @@ def test_a_record_of_several_steps_and_another_plan(simulated: Simulation) -> No
         for sync in simulated.syncs:
             sync.use(AllReduce())
         train(simulated, range(STEPS))
-    assert [each["steps"] for each in kept.of("step")] == [3, 3, 3, 3]
-    assert [each["algorithm"] for each in kept.of("plan")] == ["PowerSGD(matrix_rank=2)", "AllReduce()"]
+    assert [record["steps"] for record in kept.of("step")] == [3, 3, 3, 3]
+    assert [plan["algorithm"] for plan in kept.of("plan")] == ["PowerSGD(matrix_rank=2)", "AllReduce()"]
     before = len(kept.records)
     train(simulated, range(1))
     assert len(kept.records) == before
@@ -189,9 +187,11 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
         watch.log(loss=8.0)
     run = read_run(path)
     assert (run.damage, run.resumed, len(run.plans)) == (None, is_new, 1)
-    assert [(each["step"], each["steps"]) for each in run.steps] == [(step + 1, 1) for step in range(STEPS)]
+    assert [(record["step"], record["steps"]) for record in run.steps] == [
+        (step + 1, 1) for step in range(STEPS)
+    ]
     assert [point.value for point in run.points("loss")] == [8.0]
-    seconds = [each["seconds"] for each in run.steps]
+    seconds = [record["seconds"] for record in run.steps]
     assert seconds == sorted(seconds)
 
 
@@ -311,9 +311,9 @@ def test_tensorboard_reads_what_is_written(simulated: Simulation, tmp_path: Path
         watch.log(loss=0.5)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [each.step for each in events.Scalars("thinwire/messages")] == [1, 2, 3]
+    assert [scalar.step for scalar in events.Scalars("thinwire/messages")] == [1, 2, 3]
     assert "thinwire/error_norm/body.weight" in events.Tags()["scalars"]
-    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(3, 0.5)]
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("loss")] == [(3, 0.5)]
     assert events.Scalars("thinwire/compression_ratio")[-1].value > 5
 
 
@@ -329,7 +329,7 @@ def test_skips_that_the_host_does_not_see_are_not_known(path: Path) -> None:
     simulated = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2, host_check=False)
     with Watch(simulated.syncs[0], path):
         train(simulated, range(STEPS), bad_steps=(2,))
-    assert [each["nonfinite_steps"] for each in read_run(path).steps] == [None] * STEPS
+    assert [record["nonfinite_steps"] for record in read_run(path).steps] == [None] * STEPS
 
 
 # Growth
@@ -359,47 +359,25 @@ def test_error_that_grows_without_bound_is_told_and_error_that_is_paid_is_not(
     assert "it goes on growing" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("series", "is_alarm"),
-    [
-        (lambda step: step, True),
-        (lambda step: step**0.5, True),
-        (lambda step: 10 * step / (20 + step), False),  # levels off
-        (lambda step: 0.0, False),
-        (lambda step: 100 / step, False),
-    ],
-)
-def test_growth(series: Callable[[int], float], is_alarm: bool) -> None:
-    residuals = [series(step) for step in range(1, 600)]
-    told = [alarming_growth(residuals[:count]) for count in range(600)]
-    assert any(growth is not None for growth in told) == is_alarm
-
-
-def test_local_steps_are_counted_as_steps(spawn: Spawn) -> None:
-    for steps, plan in spawn(2, _local):
-        assert [number for number, each in enumerate(steps) if each["messages"]] == [0, 1, 4, 7]
-        assert all(each["arithmetic_seconds"] >= 0 for each in steps)
-        whole, sent = (sum(each[f"{name}_bytes"] for each in steps) for name in ("gradient", "message"))
-        assert whole == 8 * 4 * (96 * 64 + 64)
-        assert sent < whole
-        assert plan["algorithm"] == "LocalSGD(every_steps=3), PowerSGD(matrix_rank=2)"
-
-
-def _local() -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    assert dist.get_world_size() == 2
+@in_each_process(2)
+def test_local_steps_are_counted_as_steps() -> None:
     model, kept = torch.nn.Linear(96, 64), Kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    warmup, algorithm = thinwire.Warmup(2), PowerSGD(matrix_rank=2)
     with (
-        thinwire.LocalSGD(
-            model, optimizer, every_steps=3, warmup=thinwire.Warmup(2), algorithm=PowerSGD(matrix_rank=2)
-        ) as local,
+        thinwire.LocalSGD(model, optimizer, every_steps=3, warmup=warmup, algorithm=algorithm) as local,
         Watch(local, kept),
     ):
         for _ in range(8):
             optimizer.zero_grad()
             torch.autograd.backward(model(torch.ones(8, 96)).square().sum())
             optimizer.step()
-    return kept.of("step"), kept.of("plan")[0]
+    steps, (plan, *_) = kept.of("step"), kept.of("plan")
+    assert [number for number, step in enumerate(steps) if step["messages"]] == [0, 1, 4, 7]
+    whole, sent = (sum(step[f"{name}_bytes"] for step in steps) for name in ("gradient", "message"))
+    assert whole == 8 * 4 * (96 * 64 + 64)
+    assert sent < whole
+    assert plan["algorithm"] == "LocalSGD(every_steps=3), PowerSGD(matrix_rank=2)"
 
 
 def test_the_profiler_shows_the_rounds() -> None:
@@ -408,4 +386,4 @@ def test_the_profiler_shows_the_rounds() -> None:
         simulated.step(random_gradients(buckets(), num_workers=1, seed=0))
     names = {event.key.partition(" of ")[0] for event in profiler.key_averages()}
     shown = ("round 1", "wait for round 1", "round 2", "wait for round 2", "commit")
-    assert {f"thinwire: {each}" for each in shown} <= names
+    assert {f"thinwire: {phase}" for phase in shown} <= names

@@ -126,10 +126,10 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     codebook, own = CODEBOOKS[bits], BLOCKS.shares[0]
     sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook, None) for seed in range(3)]
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
-    for each, flat in zip(sent, values, strict=True):
-        kernels.decode(each, BLOCKS, codebook, flat)
+    for coded, flat in zip(sent, values, strict=True):
+        kernels.decode(coded, BLOCKS, codebook, flat)
     # Between those of other buckets, as several buckets' messages travel.
-    rows = torch.stack([each.message[0] for each in sent])
+    rows = torch.stack([coded.message[0] for coded in sent])
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
     received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], BLOCKS.share)
     lost = torch.empty(own.stop - own.start, 64)
@@ -155,20 +155,20 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     compiled, plain = numba_kernels(), dispatch.TORCH_TABLES.codes
     blocks, codebook = Blocks((2500, 3, 0, 2 * block, 1, 65), block, 2), CODEBOOKS[bits]
     flat = numbers(blocks)
-    mine, theirs = (each.encoded(flat, blocks, codebook, None) for each in (compiled, plain))
+    mine, theirs = (kernels.encoded(flat, blocks, codebook, None) for kernels in (compiled, plain))
     torch.testing.assert_close(mine.scales.float(), theirs.scales.float(), rtol=2**-7, atol=0)
     assert (mine.codes != theirs.codes).float().mean() < 0.1
     theirs = mine
     decoded = [torch.empty_like(flat) for _ in range(2)]
-    for each, target in zip((compiled, plain), decoded, strict=True):
-        each.decode(theirs, blocks, codebook, target)
+    for kernels, target in zip((compiled, plain), decoded, strict=True):
+        kernels.decode(theirs, blocks, codebook, target)
     assert torch.equal(*decoded)
     own = blocks.shares[1]
     lost = torch.zeros(own.stop - own.start, block)
     lost[0] = 1
     # Two members: of what one alone keeps, the mean has half.
     item = ResidualArgs(mine, blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0))
-    kept = [each.decode_and_keep(item._replace(values=flat.clone())) for each in (compiled, plain)]
+    kept = [kernels.decode_and_keep(item._replace(values=flat.clone())) for kernels in (compiled, plain)]
     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
     expected = flat - item.flat.double()
     expected[own.start * block : (own.start + 1) * block] += 2
@@ -233,7 +233,7 @@ def test_both_roundings_bring_every_block_nearer_than_nothing_does(
     """Or else a residual would grow from step to step."""
     found = coded_twice(kernels, flat, block, bits, members)
     for start in range(0, len(flat), block):
-        part, result = (each[start : start + block].double() for each in (flat, found))
+        part, result = (values[start : start + block].double() for values in (flat, found))
         left, whole = (part - result).norm(), part.norm()
         # Below 1.2e-38 there are no scales, of which the largest may be the last level's multiple.
         is_tiny = part.abs().mean() < 2e-36 or part.abs().max() < 1.2e-38 * CODEBOOKS[bits].levels[-1]

@@ -53,7 +53,7 @@ def test_bytes_on_the_wire_beside_those_of_bf16(bits: int, members: int) -> None
     small = (spec("head", 256, 1024), spec("head.bias", 256))
     for bucket in (layer, large, small):
         plan = Quantize(bits=bits).prepare(bucket, num_members=members)
-        before = wire_bytes("all_reduce", 2 * sum(each.numel for each in bucket), members)
+        before = wire_bytes("all_reduce", 2 * sum(parameter.numel for parameter in bucket), members)
         message_bytes = sum(route.message_bytes for route in plan.routes)
         # Half of it is handed over to everyone, and a member's share of the other half is gathered.
         exchanged = wire_bytes("all_to_all", message_bytes, members)

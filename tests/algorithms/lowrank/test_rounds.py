@@ -55,7 +55,7 @@ def test_of_one_worker_nothing_is_lost(algorithm: Algorithm, dtype: torch.dtype,
         if step == 2:  # from here on it is another one, with what the first has saved
             simulation = Simulation(algorithm, [(weight,)], num_workers=1)
             simulation.syncs[0].load_state_dict(state)
-    assert {each.dtype for _, each in (*state["error"], *state["factor"])} == {dtype}
+    assert {tensor.dtype for _, tensor in (*state["error"], *state["factor"])} == {dtype}
     assert simulation.syncs[0].plan.compression_ratio > 5
 
 
@@ -76,8 +76,8 @@ def test_the_rounding_of_the_sum_is_all_that_is_lost(wire_dtype: WireDtype | Non
         assert simulation.step(flats)
         applied += flats[0][0].double()
         sent = [engine.state.memory[SENT]["weight"] for engine in simulation.engines]
-        assert all(torch.equal(each, each.to(dtype).float()) for each in sent)
-        norms = sum(float(each.norm()) for each in sent) / num_workers
+        assert all(torch.equal(factor, factor.to(dtype).float()) for factor in sent)
+        norms = sum(float(factor.norm()) for factor in sent) / num_workers
         most_lost += num_workers * torch.finfo(dtype).eps / 2 * norms
     owed = dict(simulation.state_dicts()[0]["error"])["weight"].view(-1).double()
     true = steps * torch.stack(gradients).double().mean(0)
