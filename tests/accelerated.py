@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from thinwire.advice import Auto
+from training import told_by_all
 
 
 @contextmanager
@@ -38,13 +38,11 @@ def assert_chosen_alike(auto: Auto) -> None:
     exact, cast, *_ = auto.trials
     assert auto.chosen is not None
     assert cast.sent_bytes == exact.sent_bytes / 2
-    told: list[Any] = [None, None]
-    used = auto.chosen.name, str(auto.sync.algorithm), [each.step_seconds for each in auto.trials]
-    dist.all_gather_object(told, used)
-    assert told[0] == told[1]
+    used = auto.chosen.name, str(auto.sync.algorithm), [trial.step_seconds for trial in auto.trials]
+    assert told_by_all(used) == [used] * 2
 
 
 def assert_knows_its_steps(auto: Auto) -> None:
     """The framework has told how long the run is: so short that no one has measured what few bits lose."""
-    assert [each.name for each in auto.trials] == ["AllReduce()", 'Cast("bf16")']
+    assert [trial.name for trial in auto.trials] == ["AllReduce()", 'Cast("bf16")']
     assert "The length of the run" not in str(auto)

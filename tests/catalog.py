@@ -38,9 +38,9 @@ class Entry:
         """Name and settings that are not the default."""
         settings = fields(self.algorithm)  # type: ignore[arg-type]
         told = [
-            f"{each.name}={value}"
-            for each in settings
-            if (value := getattr(self.algorithm, each.name)) != each.default
+            f"{setting.name}={value}"
+            for setting in settings
+            if (value := getattr(self.algorithm, setting.name)) != setting.default
         ]
         return f"{type(self.algorithm).__name__}({', '.join(told)})"
 
@@ -173,7 +173,7 @@ def _drawn(layout: tuple[tuple[ParameterSpec, ...], ...], num_workers: int, seed
     generator = torch.Generator().manual_seed(seed)
 
     def draw(bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:
-        return torch.randn(sum(each.numel for each in bucket), generator=generator)
+        return torch.randn(sum(parameter.numel for parameter in bucket), generator=generator)
 
     shared = [draw(bucket) for bucket in layout]
     return [
@@ -190,8 +190,8 @@ def true_means(gradients: Gradients) -> list[torch.Tensor]:
 def flat_error(state: dict[str, Any], bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:
     """The error memory of a saved state, as one bucket, in float64; zeros where there is none."""
     parts = []
-    for each in bucket:
-        strided = torch.empty_strided(each.shape, each.stride, dtype=torch.float64)
-        strided.copy_(dict(state["error"]).get(each.name, torch.zeros(each.shape)))
-        parts.append(strided.as_strided((each.numel,), (1,)))
+    for parameter in bucket:
+        strided = torch.empty_strided(parameter.shape, parameter.stride, dtype=torch.float64)
+        strided.copy_(dict(state["error"]).get(parameter.name, torch.zeros(parameter.shape)))
+        parts.append(strided.as_strided((parameter.numel,), (1,)))
     return torch.cat(parts)

@@ -65,8 +65,8 @@ def run_job(
 def run_processes(script: Path, *arguments: str, processes: int = 2, **options: Any) -> str:
     """Run the ranks of a script; return what they printed, errors included. Raises if one failed."""
     ended = run_job(str(script), *arguments, processes=processes, **options)
-    output = "".join(each.stdout + each.stderr for each in ended)
-    assert [each.returncode for each in ended] == [0] * processes, output
+    output = "".join(rank.stdout + rank.stderr for rank in ended)
+    assert [rank.returncode for rank in ended] == [0] * processes, output
     return output
 
 
@@ -97,8 +97,8 @@ def run_all(
         ]
         finish(running, timeout_seconds)
         return [
-            subprocess.CompletedProcess(command, each.exitcode, out.read_text(), err.read_text())
-            for each, (out, err) in zip(running, outputs, strict=True)
+            subprocess.CompletedProcess(command, forked.exitcode, out.read_text(), err.read_text())
+            for forked, (out, err) in zip(running, outputs, strict=True)
         ]
 
 

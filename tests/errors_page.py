@@ -60,20 +60,24 @@ def messages(node: ast.expr | None, inside: ast.AST) -> set[str]:
         case ast.JoinedStr(values=parts):
             found = joined(parts, inside)
         case ast.FormattedValue(value=ast.Name() | ast.IfExp() as value):
-            found = {each if re.search(r"\w{2} \w", each) else UNKNOWN for each in messages(value, inside)}
+            found = {text if re.search(r"\w{2} \w", text) else UNKNOWN for text in messages(value, inside)}
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             found = joined([left, right], inside)
         case ast.IfExp(body=body, orelse=orelse):
             found = messages(body, inside) | messages(orelse, inside)
         case ast.Name(id=name):
             given = assigned(ast.walk(inside), name) or assigned(CONSTANTS, name)
-            found = set().union(*(messages(each, ast.Pass()) for each in given))
+            found = set().union(*(messages(value, ast.Pass()) for value in given))
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in FUNCTIONS.keys() - {
             *dir(str),
             *dir(dict),
         }:
-            returned = [each.value for each in ast.walk(FUNCTIONS[name]) if isinstance(each, ast.Return)]
-            found = set().union(*(messages(each, ast.Pass()) for each in returned))
+            returned = [
+                statement.value
+                for statement in ast.walk(FUNCTIONS[name])
+                if isinstance(statement, ast.Return)
+            ]
+            found = set().union(*(messages(value, ast.Pass()) for value in returned))
     return found if 0 < len(found) <= MOST else {UNKNOWN}
 
 
@@ -91,7 +95,7 @@ def raised() -> Iterator[tuple[str, str]]:
 
 
 def table() -> str:
-    rows = sorted({each for each in raised() if len(re.findall(r"\w+", each[1])) > 2})
+    rows = sorted({pair for pair in raised() if len(re.findall(r"\w+", pair[1])) > 2})
     escaped = [(error, re.sub(r"([|*<\[\\])", r"\\\1", said)) for error, said in rows]
     return "".join(f"| {error} | {said} |\n" for error, said in escaped)
 

@@ -18,7 +18,7 @@ def asked(
     *,
     add_error: bool,
 ) -> list[MatmulBatch]:
-    return [MatmulBatch(*each, loss_scale, add_error) for each in zip(groups, factors, strict=True)]
+    return [MatmulBatch(*item, loss_scale, add_error) for item in zip(groups, factors, strict=True)]
 
 
 def wanted(
@@ -28,7 +28,7 @@ def wanted(
     loss_scale: torch.Tensor | None,
     is_healthy: torch.Tensor | None = None,
 ) -> list[Reconstruction]:
-    return [Reconstruction(*each, loss_scale, is_healthy) for each in zip(groups, errors, terms, strict=True)]
+    return [Reconstruction(*item, loss_scale, is_healthy) for item in zip(groups, errors, terms, strict=True)]
 
 
 def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,7 +117,9 @@ def check_a_step(
             assert_near(torch.stack([*group.matrices]), whole)
     bases, sent = (lefts, owns) if basis_is_left else (rights, found)
     means = [draw(*own.shape).to(wide) / 4 for own in sent]
-    terms = [[iteration(*each, basis_is_left=basis_is_left)] for each in zip(bases, sent, means, strict=True)]
+    terms = [
+        [iteration(*factors, basis_is_left=basis_is_left)] for factors in zip(bases, sent, means, strict=True)
+    ]
     errors_of = [[*torch.zeros(whole.shape, dtype=wide, device=device)] for whole in wholes]
     kernels.reconstruct(wanted(groups, errors_of, terms, loss_scale, flag))
     for group, whole, written, (term,) in zip(groups, wholes, errors_of, terms, strict=True):

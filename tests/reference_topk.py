@@ -26,7 +26,7 @@ def rounded(values: Array, bits: int) -> Array:
     lowest, highest = sizes[0], sizes[-1]
     if bits == 2 and len(sizes) > 1:
         sides = [(sizes[:border], sizes[border:]) for border in range(1, len(sizes))]
-        best = min(sides, key=lambda each: sum(((side - side.mean()) ** 2).sum() for side in each))
+        best = min(sides, key=lambda halves: sum(((side - side.mean()) ** 2).sum() for side in halves))
         lowest, highest = best[0].mean(), best[1].mean()
     lowest, highest = bf16(np.array([lowest, highest]))
     levels = np.linspace(lowest, highest, 2 ** (bits - 1))
@@ -69,7 +69,7 @@ class Reference:
     def average(self, gradients: Array) -> Array:
         """One step: (members, elements) → (elements,)."""
         wanted = self.error_decay * self.residuals + gradients
-        sent = np.stack([self.sent(each) for each in wanted])
+        sent = np.stack([self.sent(row) for row in wanted])
         self.residuals = wanted - sent
         divisor = self.num_members if self.merge == "members" else np.maximum((sent != 0).sum(0), 1)
         return np.asarray(sent.sum(0) / divisor)

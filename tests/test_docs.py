@@ -61,7 +61,7 @@ def offered() -> dict[str, list[set[str] | None]]:
     for path in INTEGRATIONS.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
-                parameters_of = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+                parameters_of = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
                 found.setdefault(node.name, []).append(parameters_of)
     return found
 

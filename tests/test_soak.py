@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
-from by_hand import said_if_interrupted
 from processes import Spawn
 from resident import CASES, MOST_MB, grown_mb
 from soak import Soak
@@ -20,28 +17,18 @@ def test_after_faults_of_every_kind_all_processes_have_the_same_and_nothing_is_l
     assert len(told) == 4
     assert restarts == 3
     assert set(struck) == {"non-finite", "slow", "stall", "kill", "raise"}
-    assert len({each.checksum for each in told}) == 1
-    for each in told:
-        assert each.step == 20
-        assert each.skipped == 5  # lost and repeated ones once
-        assert each.gap < 1e-5
-        assert each.owed > 1e-3  # what was to be missed, had it been lost
-        assert each.ratio > 5
+    assert len({process.checksum for process in told}) == 1
+    for process in told:
+        assert process.step == 20
+        assert process.skipped == 5  # lost and repeated ones once
+        assert process.gap < 1e-5
+        assert process.owed > 1e-3  # what was to be missed, had it been lost
+        assert process.ratio > 5
 
 
 def test_the_schedule_is_its_seeds() -> None:
     first, again, other = (Soak(seed, 100, num_faults=20, num_losses=3).schedule() for seed in (1, 1, 2))
     assert first == again != other
-
-
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_long_run_by_hand_says_what_becomes_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended, said_if_interrupted("nothing is kept"):
-        signal.raise_signal(signal.Signals[name])
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "interrupted; nothing is kept\n"
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.nightly

@@ -53,16 +53,17 @@ def imported_by(name: str) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
             imported.add(node.value)
     # A package may import its own modules: that is what shows them.
-    return {each for each in imported & MODULES.keys() if each != name and each != name.rpartition(".")[0]}
+    return (imported & MODULES.keys()) - {name, name.rpartition(".")[0]}
 
 
 def imports_inside(package: str) -> dict[str, set[str]]:
     """Which of a package's modules and subpackages import which others, with all that is in them."""
     depth, found = package.count(".") + 2, dict[str, set[str]]()
-    for name in (each for each in MODULES if each.startswith(f"{package}.")):
+    for name in (module for module in MODULES if module.startswith(f"{package}.")):
         own = ".".join(name.split(".")[:depth])
-        inside = (each for each in imported_by(name) if each.startswith(f"{package}."))
-        found.setdefault(own, set()).update({".".join(each.split(".")[:depth]) for each in inside} - {own})
+        inside = (module for module in imported_by(name) if module.startswith(f"{package}."))
+        imports = {".".join(module.split(".")[:depth]) for module in inside}
+        found.setdefault(own, set()).update(imports - {own})
     return found
 
 
@@ -91,7 +92,7 @@ def test_algorithms_use_kernels_and_kernels_know_no_algorithm(importing: str, im
     inside = [name for name in MODULES if f"{name}.".startswith(f"thinwire.{importing}.")]
     assert inside
     assert not [
-        each for name in inside for each in imported_by(name) if each.startswith(f"thinwire.{imported}")
+        module for name in inside for module in imported_by(name) if module.startswith(f"thinwire.{imported}")
     ]
 
 
@@ -126,11 +127,11 @@ def test_a_public_module_lists_what_it_defines_and_the_reference_has_all_of_it(n
     exported = listed_in(name)
     assert exported is not None
     defined = {node.name for node in tree_of(name).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    assert {each for each in defined if each[0] != "_"} <= set(exported)
+    assert {found for found in defined if found[0] != "_"} <= set(exported)
     # With a module that the reference lists, by itself, or by its name at the top.
-    of_modules = {each for entry in LISTED if entry in PUBLIC for each in listed_in(entry) or []}
-    told = {each for each in exported if {f"{name}.{each}", f"thinwire.{each}"} & set(LISTED)} | of_modules
-    inner_modules = {each.rpartition(".")[2] for each in MODULES if each.rpartition(".")[0] == name}
+    of_modules = {shown for entry in LISTED if entry in PUBLIC for shown in listed_in(entry) or []}
+    told = {key for key in exported if {f"{name}.{key}", f"thinwire.{key}"} & set(LISTED)} | of_modules
+    inner_modules = {module.rpartition(".")[2] for module in MODULES if module.rpartition(".")[0] == name}
     assert set(exported) - {ELSEWHERE} - inner_modules <= told
 
 

@@ -64,8 +64,8 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     with pytest.raises(kind) as raised:
         yield
     assert type(raised.value) is kind
-    for each in words:
-        assert each in str(raised.value), str(raised.value)
+    for word in words:
+        assert word in str(raised.value), str(raised.value)
 
 
 def raised_by(action: Callable[..., object]) -> tuple[str, str]:
@@ -106,6 +106,13 @@ def gathered(tensor: Tensor) -> Tensor:
     rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, tensor.detach().contiguous())
     return torch.stack(rows)
+
+
+def told_by_all(value: Any) -> list[Any]:
+    """Return the values of all processes, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def are_alike(tensors: Iterable[Tensor]) -> bool:

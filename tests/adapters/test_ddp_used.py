@@ -108,7 +108,9 @@ def check_owed(
     ours.loss_scale = torch.tensor(scale)
     sync = thinwire.attach(ours, algorithm, machines=machines, grad_scaler=lambda: scale)
     names = [name for name, _ in ours.module.named_parameters()]
-    applied = {model: [torch.zeros_like(each) for each in model.parameters()] for model in (plain, ours)}
+    applied = {
+        model: [torch.zeros_like(parameter) for parameter in model.parameters()] for model in (plain, ours)
+    }
     for step in range(6):
         batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
         for model, totals in applied.items():

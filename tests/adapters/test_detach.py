@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import thinwire
-from adapters.test_sharded import agreed, backward, mesh_of, runs_on_cpus, sharded, wide
 from processes import in_each_process
 from thinwire import LocalSGD, PowerSGD, hooks
 from training import ddp_of, error_of, gradient_of
@@ -64,47 +60,3 @@ def test_a_hook_that_was_registered_by_hand_stays() -> None:
     model.register_comm_hook(state, hooks.powerSGD_hook)
     gradient_of(model, 0)
     assert "nothing to take off" in error_of(state.sync.detach)
-
-
-@runs_on_cpus
-@in_each_process(4)
-def test_a_detached_sharded_model_is_attached_again() -> None:
-    model = sharded(wide(), mesh_of()["shard"])
-    before = _hooks_of(model)
-    first = thinwire.attach(model, POWER, replicas=mesh_of())
-    backward(model, 0)
-    averaged = _alike(model)
-    first.detach()
-    assert _hooks_of(model) == before
-    model.zero_grad()
-    backward(model, 1)
-    is_apart = not _alike(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=0.1)
-    again = thinwire.attach(model, POWER, replicas=mesh_of())
-    model.zero_grad()
-    backward(model, 2)
-    assert averaged
-    assert _alike(model)
-    assert [each.stats().steps for each in (first, again)] == [1, 1]
-    assert again.stats().compression_ratio > 1.5
-    assert is_apart
-    assert agreed(model)
-
-
-def _hooks_of(model: nn.Module) -> list[int]:
-    hooks_of = [
-        getattr(parameter, "_post_accumulate_grad_hooks", None) or () for parameter in model.parameters()
-    ]
-    return [len(model._forward_pre_hooks), *map(len, hooks_of)]
-
-
-def _alike(model: nn.Module) -> bool:
-    """Whether the gradient is that of the other replica, too."""
-    gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
-    mine = torch.cat([gradient.to_local().flatten() for gradient in gradients])
-    everyone = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(everyone, mine, group=mesh_of()["replicate"].get_group())
-    return torch.equal(*everyone)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from adapters.test_sharded import attached, backward, runs_on_cpus, whole, wide
 from processes import in_each_process
-from thinwire import GradientSync, PowerSGD, Quantize, hooks
+from thinwire import GradientSync, PowerSGD, Quantize
 from training import are_alike, residual_of
 
 FEW_BITS = Quantize(bits=4, error_feedback=True)
@@ -35,7 +35,7 @@ class Ledger:
     def note(self, loss: Tensor) -> None:
         """Note what an optimizer step applies: gradients as they are, of this loss of this process."""
         parameters = list(self.module.parameters())
-        mean = torch.cat([each.flatten() for each in torch.autograd.grad(loss, parameters)])
+        mean = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)])
         dist.all_reduce(mean)
         self.true = self.true + mean / dist.get_world_size()
         self.given = self.given + torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
@@ -82,38 +82,18 @@ def test_a_gan_of_two_ddp_models() -> None:
     assert ledger.gap(sync) < 1e-6
 
 
-@in_each_process(2)
-def test_the_state_of_torchs_hook() -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(network(16, 48, 4))
-    state = hooks.PowerSGDState(None, 1, start_powerSGD_iter=0)
-    model.register_comm_hook(state, hooks.powerSGD_hook)
-    ledger = Ledger(model)
-    for step, batch in enumerate(batches(8, 16)):
-        model.zero_grad()
-        if step == 3:
-            with state.sync.dry():
-                (1e3 * model(batch).square().mean()).backward()
-            assert state.iter == 3
-        else:
-            model(batch).square().mean().backward()
-            ledger.note(model.module(batch).square().mean())
-    assert state.iter == 7
-    assert ledger.gap(state.sync) < 1e-4
-
-
 @runs_on_cpus
 @in_each_process(4)
 def test_a_sharded_model() -> None:
     (model, sync), (straight, other) = (attached(PowerSGD(matrix_rank=2), wide()) for _ in range(2))
     for step in range(4):
-        for each in (model, straight):
-            each.zero_grad()
+        for trained in (model, straight):
+            trained.zero_grad()
         with sync.dry():
             backward(model, 100 + step, scale=1e3)
         model.zero_grad()
-        for each in (model, straight):
-            backward(each, step)
+        for trained in (model, straight):
+            backward(trained, step)
         pairs = zip(model.parameters(), straight.parameters(), strict=True)
         assert all(torch.equal(whole(a.grad), whole(b.grad)) for a, b in pairs if a.grad is not None)
     assert sync.steps == other.steps == 4

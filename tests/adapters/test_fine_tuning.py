@@ -43,7 +43,7 @@ class Stack(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         linear = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-        self.layers = nn.ModuleList(LoRA(each) for each in linear) if lora else nn.ModuleList(linear)
+        self.layers = nn.ModuleList(LoRA(layer) for layer in linear) if lora else nn.ModuleList(linear)
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def batch(step: int) -> Tensor:
 
 def trained(model: nn.Module, passes: int = 1) -> list[Tensor]:
     """Train for four steps, of several passes each; return the parameters."""
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for step in range(4):
         optimizer.zero_grad()
         for number in range(passes):
@@ -70,7 +70,7 @@ def trained(model: nn.Module, passes: int = 1) -> list[Tensor]:
                 model.require_backward_grad_sync = number == passes - 1
             model(batch(passes * step + number)).square().mean().backward()
         optimizer.step()
-    return [each.detach().clone() for each in model.parameters()]
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def trained_with(algorithm: Algorithm | None, passes: int = 1, **kind: Any) -> list[Tensor]:
@@ -116,8 +116,8 @@ def test_layers_that_are_computed_again_in_a_compiled_model() -> None:
 @in_each_process(2)
 def test_lora_trains_its_small_matrices_alone(reentrant: bool | None) -> None:
     kind: dict[str, Any] = {"lora": True, "reentrant": reentrant}
-    start = [each.detach() for each in Stack(lora=True).parameters()]
-    is_trained = [each.requires_grad for each in Stack(lora=True).parameters()]
+    start = [p.detach() for p in Stack(lora=True).parameters()]
+    is_trained = [p.requires_grad for p in Stack(lora=True).parameters()]
     plain = trained_with(None, lora=True)
     assert apart(trained_with(AllReduce(), **kind), plain) < 1e-6
     ours = trained_with(LOW_RANK, **kind)

@@ -428,6 +428,7 @@ def test_what_can_not_wait_is_refused() -> None:
         (AttachError, {"optimizer": lambda p: torch.optim.SGD(list(p)[1:], lr=0.1)}),
         (AttachError, {"optimizer": sgd_of_more}),
         (AttachError, {"wrap": partial(torch.compile, backend="eager")}),
+        (AttachError, {"wrap": lambda module: module.compile(backend="eager") or module}),
     ]
     for error, options in attempts:
         with pytest.raises(error):

@@ -21,13 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from processes import in_each_process
 from thinwire import AllReduce, ConfigError, PowerSGD, hooks
-from thinwire.adapters.common import divide_by_contributors
-from thinwire.adapters.join import counted
 from thinwire.comm import ProcessGroupTransport
-from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.engine import Engine
 from thinwire.sync.settings import OnNonfinite
-from training import are_alike, batch_of, ddp_of, gradient_of, new_model, pairs, refused, residual_of
+from training import are_alike, ddp_of, gradient_of, new_model, pairs, refused, residual_of
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -118,27 +115,6 @@ def test_four_processes_end_with_the_same_model(option: str) -> None:
         assert are_alike(after)
 
 
-@in_each_process(4)
-def test_gradients_of_64_bits_are_divided_by_contributors_in_64_bits() -> None:
-    """By three of four: 4/3 has more than 24 bits."""
-    model, plain = ddp_of(new_model(dtype=torch.float64)), new_model(dtype=torch.float64)
-    aggregator = AlgorithmAggregator(plain.parameters(), AllReduce())
-    thinwire.attach(model, AllReduce())
-
-    def aggregated(step: int) -> Tensor:
-        gradient_of(plain, step)
-        return torch.cat([m.flatten() for m in aggregator.aggregate([p.grad for p in plain.parameters()])])
-
-    cases: list[tuple[Any, Callable[[int], Tensor]]] = [
-        (model, partial(gradient_of, model)),
-        (aggregator, aggregated),
-    ]
-    true = true_sum((1, 1, 1, 0), divide_by_initial=False)
-    for joined, gradient in cases:
-        total = total_in(thinwire.join(joined, divide_by_initial_world_size=False), gradient, (1, 1, 1, 0))
-        assert dist.get_rank() > 0 or gap_of(total, true) < 1e-14
-
-
 @pytest.mark.parametrize("by_contributors", [True, False], ids=["by contributors", "by initial size"])
 @in_each_process(2)
 def test_without_a_hook_ddp_divides_as_asked(by_contributors: bool) -> None:
@@ -202,19 +178,6 @@ def test_afterwards_the_model_trains_on_as_before() -> None:
 
 
 @in_each_process(2)
-def test_accumulation_inside() -> None:
-    model = ddp_of()
-    sync = thinwire.attach(model, POWER)
-    with thinwire.join(model, divide_by_initial_world_size=False):
-        for step in range(1 if dist.get_rank() == 0 else 3):
-            with model.no_sync():
-                gradient_of(model, 2 * step)
-            torch.autograd.backward(model(batch_of(2 * step + 1)).square().mean())
-    assert sync.stats().steps == 3
-    assert sync.stats().compression_ratio > 1.4
-
-
-@in_each_process(2)
 def test_early_termination_raises_on_all() -> None:
     model = ddp_of()
     thinwire.attach(model, POWER)
@@ -259,22 +222,6 @@ def test_of_a_subgroup_no_one_knows_the_contributors(on_nonfinite: OnNonfinite) 
         totals.append(total_in(joined, partial(gradient_of, model), (1, 2, 3, 3)))
     assert totals[0].any()
     assert torch.equal(totals[0], totals[1])
-
-
-def test_a_parameter_that_two_joined_models_share_is_the_outer_ones_again() -> None:
-    shared, other, scales = torch.zeros(2), torch.zeros(2), [torch.tensor([2.0]), torch.tensor([3.0])]
-
-    def scaled() -> list[float]:
-        flats = [torch.ones(1) for _ in range(2)]
-        for parameter, flat in zip((shared, other), flats, strict=True):
-            divide_by_contributors([parameter], flat, 2)
-        return [float(flat) for flat in flats]
-
-    with counted([shared], scales[0], 2):
-        with counted([shared, other], scales[1], 2):
-            assert scaled() == [3, 3]
-        assert scaled() == [2, 1]
-    assert scaled() == [1, 1]
 
 
 @in_each_process(2)

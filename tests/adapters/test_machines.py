@@ -119,9 +119,9 @@ def test_the_launcher_tells_who_shares_a_machine() -> None:
         groups, _ = machines_of(ProcessGroupTransport(group, device))
     # A process that stalls is given as long as in the model's own group.
     assert isinstance(groups, Machines)
-    for each in (groups.intra_node, groups.inter_node):
-        assert isinstance(each, ProcessGroupTransport)
-        assert each.group._get_backend(device).options._timeout == timeout
+    for transport in (groups.intra_node, groups.inter_node):
+        assert isinstance(transport, ProcessGroupTransport)
+        assert transport.group._get_backend(device).options._timeout == timeout
     assert "over 2 machines of 2 processes" in str(sync)
 
 

@@ -30,8 +30,8 @@ def test_all_shards_and_replicas_are_told_of_a_lost_one() -> None:
     """It dies between its messages. Who waits for it raises and ends, and so who waits for those."""
     ended = run_fresh(_until_lost, processes=4)
     assert ended[LOST] == Ended(None, -9)
-    for process, each in enumerate(ended[:LOST]):
-        world, kind, words, steps, is_as_before, owes = each.told
+    for process, end in enumerate(ended[:LOST]):
+        world, kind, words, steps, is_as_before, owes = end.told
         assert world == 4
         assert kind == "CommunicationError", (process, kind, words)
         assert words.startswith(f"step {AT}, ")
@@ -57,7 +57,7 @@ def _until_lost(setting: Setting) -> tuple[int, str, str, int, bool, bool]:
                 break
     after = remembered(sync)
     same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
-    owes = any(bool(each.any()) for each in after.values())
+    owes = any(bool(residual.any()) for residual in after.values())
     world = dist.get_world_size()
     return world, type(error).__name__, str(error), sync.steps, same, owes
 

@@ -7,7 +7,6 @@ import math
 import weakref
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -18,18 +17,16 @@ from torch import nn
 
 import thinwire
 from advice.ways import advice_of, network, only_priced, way
-from processes import Spawn
+from processes import in_each_process
 from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice
-from thinwire.advice.forecast import notes_on_link
 from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss, priced
 from thinwire.advice.prediction import Prediction
-from thinwire.advice.priced_steps import slowest_of
-from thinwire.advice.timeline import LoopbackTransport, Sent, Stopwatch, Timeline
-from thinwire.comm import Collective, agree, gather_numbers
-from thinwire.probe import PairTiming
+from thinwire.advice.timeline import Sent, Stopwatch, Timeline
+from thinwire.comm import Collective
 from thinwire.probe.measured_link import MeasuredLink, Transfer
 from thinwire.sync import Engine
+from training import told_by_all
 
 # As its own names are loaded with their first use.
 PUBLIC = {name: getattr(thinwire, name) for name in thinwire.__all__}
@@ -62,15 +59,6 @@ def test_messages_that_wait_for_each_other_are_late_one_after_the_other() -> Non
     assert (Timeline(side_by_side, 1.0).rounds, Timeline(in_turn, 1.0).rounds) == (1, 2)
     assert late(*side_by_side) == pytest.approx(0.9 + 0.2 + 0.5)
     assert late(*in_turn) == pytest.approx(0.8 + 0.1 + 0.5 + 0.05 + 0.1 + 0.5)
-
-
-def test_the_slowest_of_so_many_processes() -> None:
-    """Against all pairs of steps; and at once for the most processes that there may be."""
-    seconds = [0.3, 0.1, 0.4, 0.2]
-    slowest = sorted(map(max, product(seconds, repeat=2)))
-    assert slowest_of(seconds, 2) == (slowest[7], slowest[3], slowest[11])
-    assert slowest_of(seconds, 1) == (0.2, 0.1, 0.3)
-    assert slowest_of(seconds, 1 << 20) == (0.4, 0.4, 0.4)
 
 
 def new_model() -> nn.Sequential:
@@ -183,67 +171,6 @@ def test_messages_are_priced_by_what_carries_them() -> None:
     assert slow.transfer("all_to_all", num_bytes).seconds == pytest.approx(1.5 * num_bytes / 1e6)
 
 
-@pytest.mark.parametrize(
-    ("members", "collective", "num_bytes", "round_trips"),
-    [
-        (2, "all_reduce", 1 << 18, 0.5),
-        (2, "all_reduce", 1 << 20, 1),  # what is longer than the head of a message is asked for
-        (2, "all_reduce", 1 << 23, 2),  # by Gloo's ring
-        (4, "all_reduce", 1 << 20, 6),
-        (4, "all_gather", 1 << 21, 3),
-        (4, "all_to_all", 1 << 21, 1),
-        (32, "all_reduce", 1 << 10, 62),
-    ],
-)
-def test_messages_wait_for_round_trips(
-    members: int, collective: Collective, num_bytes: int, round_trips: float
-) -> None:
-    """Besides their bytes, which take next to nothing here."""
-    link = MeasuredLink(network(8e9, 0.0, members), members)
-    took = link.transfer(collective, num_bytes, round_trip_seconds=0.1)
-    assert took.late_seconds == pytest.approx(0.1 * round_trips, abs=0.002)
-
-
-def test_machines_of_several_processes_send_what_one_each_would() -> None:
-    several = network(1e8, 0.0, world_size=8, nodes=[[0, 1, 2, 3], [4, 5, 6, 7]])
-    link, alone = MeasuredLink.of(several), MeasuredLink.of(network(1e8, 0.0))
-    assert (link.members, link.processes) == (2, 4)
-    kinds: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
-    for kind in kinds:
-        assert link.wire_bytes(kind, 1_000_000) == alone.wire_bytes(kind, 1_000_000)
-        took, expected = (measured.transfer(kind, 1_000_000).seconds for measured in (link, alone))
-        assert took == pytest.approx(expected, rel=0.01)
-    # By what was timed of pairs inside: a scatter and a gather, each of three quarters. Nothing is known yet.
-    assert link.inside_seconds(4_000_000) == 0
-    pairs = [PairTiming((0, 1), 1_000_000, 0.001), PairTiming((3, 4), 1_000_000, 0.1)]
-    timed = MeasuredLink.of(replace(several, pairs=pairs))
-    assert timed.inside_seconds(4_000_000) == pytest.approx(1.5 * 4 * 0.001)
-    assert MeasuredLink.of(network(1e8, world_size=3, nodes=[[0, 1], [2]])).members == 3
-    (note, *_) = notes_on_link(link, 8, torch.device("cpu"))
-    assert note.startswith("Predicted for 2 machines of 4 processes, which average inside")
-
-
-def test_a_stopwatch_notes_what_was_sent_and_waited_for_and_the_others_send_the_same() -> None:
-    stopwatch = Stopwatch(3)
-    agree(stopwatch.transport, {"algorithm": "any"}, "a step")
-    stopwatch.start()
-    tensor = torch.tensor([1.0, 2.0])
-    work = stopwatch.transport.mean(tensor, "a mean")
-    stopwatch.transport.all_reduce(torch.ones(1), "never waited for")
-    work.wait()
-    timeline = stopwatch.timeline()
-    mean, forgotten = timeline.sent
-    assert (mean.handed_bytes, mean.collective, forgotten.handed_bytes) == (8, "all_reduce", 4)
-    assert 0 < mean.at_seconds <= forgotten.at_seconds <= mean.waited_seconds <= timeline.seconds
-    assert forgotten.waited_seconds == timeline.seconds
-    assert tensor.tolist() == [1.0, 2.0]
-    assert gather_numbers([5.0], LoopbackTransport(3), "a gather") == [[5.0]] * 3
-    total, received = torch.tensor([2.0]), torch.empty(3, 1)
-    LoopbackTransport(3).all_reduce(total, "a sum").wait()
-    LoopbackTransport(3).all_to_all(received, torch.tensor([[7.0], [8.0], [9.0]]), "an exchange").wait()
-    assert (total.item(), received.view(-1).tolist()) == (6.0, [7.0] * 3)
-
-
 def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events here are recorded a millisecond apart, and have no times before the device was waited for."""
     recorded: list[object] = []
@@ -279,42 +206,8 @@ def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPa
 FEW = ("AllReduce()", BASELINE, "Quantize(bits=8)", "TopK(density=1 / 32)", "PowerSGD(matrix_rank=4)")
 
 
-def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(spawn: Spawn) -> None:
-    everyone = spawn(2, _advised)
-    first, second = ([p.step_seconds for p in slow.predictions] for slow, *_ in everyone)
-    assert first == second
-    num_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
-    for slow, fast, alive in everyone:
-        assert slow.compress
-        assert slow.best in slow.tied
-        assert slow.best.step_seconds < slow.baseline.step_seconds / 2
-        assert slow.best.code == f"thinwire.attach(ddp_model, thinwire.{slow.best.name})"
-        assert "Loss gaps are the largest of AdamW, Lion, Muon, SGD" in slow.notes[0]
-        assert not fast.best.is_lossy
-        seconds = [prediction.step_seconds for prediction in fast.predictions]
-        assert seconds == sorted(seconds)
-        by_name = {prediction.name: prediction for prediction in slow.predictions}
-        assert sorted(by_name) == sorted(FEW)
-        for prediction in by_name.values():
-            assert list(prediction.seconds_at) == [0, 5, 20, 80]
-            assert sorted(prediction.seconds_at.values()) == list(prediction.seconds_at.values())
-        exact, low_rank = by_name["AllReduce()"], by_name["PowerSGD(matrix_rank=4)"]
-        assert (exact.rounds, low_rank.rounds) == (1, 2)
-        # The model is one bucket, and its messages wait for nothing: half a round trip for each round.
-        assert low_rank.seconds_at[80] - low_rank.seconds_at[0] == pytest.approx(0.08, rel=0.3)
-        # A ring of two sends each byte once.
-        assert exact.sent_bytes == 2 * by_name[BASELINE].sent_bytes == num_bytes
-        assert low_rank.sent_bytes < num_bytes / 20
-        # fp32 of what is compressed: the matrices.
-        assert low_rank.memory_bytes > low_rank.residual_bytes == 4 * 2 * 256 * 512
-        assert exact.memory_bytes == exact.residual_bytes == by_name["Quantize(bits=8)"].residual_bytes == 0
-        # One algorithm alone takes memory at a time, and all that remember something were there.
-        assert max(map(len, alive)) == 1
-        assert len(set().union(*alive)) == 2
-
-
-def _advised() -> tuple[Advice, Advice, list[list[str]]]:
-    assert dist.get_world_size() == 2
+@in_each_process(2)
+def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not() -> None:
     model, alive = new_model(), list[list[str]]()
     made: weakref.WeakSet[Engine] = weakref.WeakSet()
     new_engine = Engine.__init__
@@ -338,7 +231,35 @@ def _advised() -> tuple[Advice, Advice, list[list[str]]]:
     for parameter, before in zip(model.parameters(), new_model().parameters(), strict=True):
         assert torch.equal(parameter, before)
         assert parameter.grad is None
-    return slow, fast, alive
+    seconds = [prediction.step_seconds for prediction in slow.predictions]
+    assert told_by_all(seconds) == [seconds] * 2
+    num_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
+    assert slow.compress
+    assert slow.best in slow.tied
+    assert slow.best.step_seconds < slow.baseline.step_seconds / 2
+    assert slow.best.code == f"thinwire.attach(ddp_model, thinwire.{slow.best.name})"
+    assert "Loss gaps are the largest of AdamW, Lion, Muon, SGD" in slow.notes[0]
+    assert not fast.best.is_lossy
+    seconds = [prediction.step_seconds for prediction in fast.predictions]
+    assert seconds == sorted(seconds)
+    by_name = {prediction.name: prediction for prediction in slow.predictions}
+    assert sorted(by_name) == sorted(FEW)
+    for prediction in by_name.values():
+        assert list(prediction.seconds_at) == [0, 5, 20, 80]
+        assert sorted(prediction.seconds_at.values()) == list(prediction.seconds_at.values())
+    exact, low_rank = by_name["AllReduce()"], by_name["PowerSGD(matrix_rank=4)"]
+    assert (exact.rounds, low_rank.rounds) == (1, 2)
+    # The model is one bucket, and its messages wait for nothing: half a round trip for each round.
+    assert low_rank.seconds_at[80] - low_rank.seconds_at[0] == pytest.approx(0.08, rel=0.3)
+    # A ring of two sends each byte once.
+    assert exact.sent_bytes == 2 * by_name[BASELINE].sent_bytes == num_bytes
+    assert low_rank.sent_bytes < num_bytes / 20
+    # fp32 of what is compressed: the matrices.
+    assert low_rank.memory_bytes > low_rank.residual_bytes == 4 * 2 * 256 * 512
+    assert exact.memory_bytes == exact.residual_bytes == by_name["Quantize(bits=8)"].residual_bytes == 0
+    # One algorithm alone takes memory at a time, and all that remember something were there.
+    assert max(map(len, alive)) == 1
+    assert len(set().union(*alive)) == 2
 
 
 def test_a_process_alone_needs_no_group() -> None:

@@ -18,17 +18,17 @@ from torch.distributed.fsdp import fully_shard
 import thinwire
 from advice.ways import way
 from catalog import buckets
-from processes import Spawn
+from processes import in_each_process
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
-from thinwire.advice.automatic import Auto, Rules, _differs
+from thinwire.advice.automatic import Auto, Rules
 from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training, priced
 from thinwire.advice.prediction import Prediction
 from thinwire.comm import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
 from thinwire.watch import read_run
-from training import error_of
+from training import error_of, told_by_all
 from watch.test_watch import train as train_on
 
 # What is chosen, from numbers
@@ -72,25 +72,6 @@ def trial(name: str, order: int, ms: float, *, spread: float = 0.0) -> Predictio
 
 
 EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
-
-
-@pytest.mark.parametrize(("ms", "changed"), [(100, False), (119, False), (121, True), (79, True)])
-def test_a_fifth_of_a_step_is_another_link(ms: float, changed: bool) -> None:
-    assert _differs(trial("exact", 0, ms), EXACT) is changed
-    # Steps that vary as much, on a machine that does other things: that tells nothing.
-    assert not _differs(trial("exact", 0, ms, spread=60), EXACT)
-
-
-def test_it_tells_what_and_why() -> None:
-    chooser = chooser_for("AdamW")
-    assert str(chooser) == "no choice yet"
-    rough = trial("rough", 2, 40)
-    chooser.trials, chooser.chosen, chooser.is_choosing = (EXACT, SIXTEEN, rough), rough, False
-    assert str(chooser).startswith("A step with rough 40 ms. We could measure no loss: between")
-    assert str(chooser).endswith("Tried: exact 100 ms, sixteen 80 ms, rough 40 ms.")
-    short = chooser_for("Muon", budget_loss=0.0)
-    short.trials, short.chosen, short.is_choosing = (EXACT, SIXTEEN), SIXTEEN, False
-    assert "is known to lose at most 0 %: the nearest is Quantize(bits=8)" in str(short)
 
 
 # Members on a link that is given
@@ -213,21 +194,8 @@ class Tuned(torch.optim.SGD):
     """One's own."""
 
 
-def test_shards_and_replicas_choose_alike(spawn: Spawn) -> None:
-    first, *others = spawn(4, _chosen)
-    assert all(choice == first for choice in others)
-    assert [name for name, *_ in first["tried"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
-    (_, exact_bytes, _), (_, half_bytes, _), _ = first["tried"]
-    assert half_bytes == pytest.approx(exact_bytes / 2, rel=0.01)
-    # Which algorithm was the fastest differs by machine, and so do the lines that tell it.
-    assert [line for line in first["text"] if line.startswith(("No loss gap", "Loss gaps"))] == [
-        "No loss gap was measured with Tuned: those of SGD, its base class, count.",
-        "Loss gaps of SGD were measured with momentum 0.9; yours has none.",
-    ]
-
-
-def _chosen() -> dict[str, Any]:
-    assert dist.get_world_size() == 4
+@in_each_process(4)
+def test_shards_and_replicas_choose_alike() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
@@ -243,5 +211,14 @@ def _chosen() -> dict[str, Any]:
         optimizer.step()
     assert chooser.chosen is not None
     used = (str(chooser.sync.algorithm), chooser.chosen.name, chooser.is_choosing)
-    tried = [(trial.name, trial.sent_bytes, trial.step_seconds) for trial in chooser.trials]
-    return {"used": used, "tried": tried, "text": str(chooser).splitlines()}
+    found = (used, [(trial.name, trial.sent_bytes, trial.step_seconds) for trial in chooser.trials])
+    assert told_by_all(found) == [found] * 4
+    assert [trial.name for trial in chooser.trials] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
+    exact, half, _ = chooser.trials
+    assert half.sent_bytes == pytest.approx(exact.sent_bytes / 2, rel=0.01)
+    # Which algorithm was the fastest differs by machine, and so do the lines that tell it.
+    lines = [line for line in str(chooser).splitlines() if line.startswith(("No loss gap", "Loss gaps"))]
+    assert lines == [
+        "No loss gap was measured with Tuned: those of SGD, its base class, count.",
+        "Loss gaps of SGD were measured with momentum 0.9; yours has none.",
+    ]

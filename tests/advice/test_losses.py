@@ -6,16 +6,13 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from socket import gethostname
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import thinwire
-from advice.ways import EVERYTHING, ONE, ROUGH, SIXTEEN, TWO, UNKNOWN, advice_of, network, row, way
-from thinwire.advice.forecast import notes_on_link
+from advice.ways import EVERYTHING, ONE, ROUGH, SIXTEEN, TWO, UNKNOWN, advice_of, row, way
 from thinwire.advice.losses import (
     ExpectedLoss,
     Training,
@@ -30,7 +27,6 @@ from thinwire.advice.losses import (
 from thinwire.advice.planned_steps import LEAST_GAIN, planned_steps, stand_in
 from thinwire.advice.prediction import SHARDING, choose, contenders
 from thinwire.plan import ParameterSpec
-from thinwire.probe import Timing
 from thinwire.probe.measured_link import MeasuredLink
 
 ROOT = Path(__file__).parents[2]
@@ -94,19 +90,6 @@ def test_a_longer_run_promises_nothing_for_a_shorter_one() -> None:
     for shorter in (few(9), few(1999, "SGD"), few(1999, None)):
         assert (shorter.kind, shorter.short, shorter.order) == ("unknown", "?", math.inf)
     assert advice_of(way("few", 10, 11, few(9)), budget=0.2).best is SIXTEEN
-
-
-def test_size_length_and_members_tell_which_is_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = (
-        row("two", "AdamW", 4, -0.5),
-        row("two", "AdamW", 2, 0.2, parameters=10**8),
-        row("two", "AdamW", 2, 3.0, parameters=10**8, steps=500),
-        row("two", "AdamW", 2, -0.1, parameters=10**7),
-    )
-    monkeypatch.setattr("thinwire.advice.losses.loss_gaps", lambda: table)
-    asked = [(10**6, 2000), (10**7, 2000), (10**8, 2000), (10**8, 1900)]
-    two = [expected_loss("two", Training("AdamW", 4, *facts)).percent for facts in asked]
-    assert two == [-0.5, -0.1, 0.2, 3.0]
 
 
 @pytest.mark.usefixtures("small_table")
@@ -280,36 +263,9 @@ def test_the_page_of_slow_links_takes_what_is_advised(optimizer: str) -> None:
         assert "4 bits" not in cell or best(ratio, 0.005) == "Quantize(bits=4)"
 
 
-def test_where_nothing_meets_the_budget_the_nearest_is_told() -> None:
-    told, of_none = (str(advice_of(*ways, budget=0.01)) for ways in ((ONE, ROUGH), (UNKNOWN,)))
-    assert "known to lose at most 1 %: the nearest is Quantize(bits=1) (+4.5 % loss)." in told
-    assert "to lose at most 1 %: no gap is known." in of_none
-    source = "measured with AdamW, 4 members, a transformer of 1 M parameters, 2,000 steps (here): it -0.1 %"
-    assert source in told.splitlines()
-
-
 def test_there_are_lines_to_paste_for_every_framework() -> None:
     lines = advice_of(*EVERYTHING, budget=0.005).lines
     assert lines.keys() == {"DDP", "FSDP2", "Accelerate", "Lightning", "Trainer"}
     assert all("thinwire.Quantize(bits=2)" in text for text in lines.values())
     attached = 'thinwire.attach(model, thinwire.Quantize(bits=2), replicas=mesh["replicate"])'
     assert lines["FSDP2"] == f"import thinwire\n{SHARDING}{attached}"
-
-
-def test_what_makes_it_less_certain_is_said() -> None:
-    here = replace(network(1e8, world_size=8), hosts=[gethostname()] * 8)
-
-    def told(num_processes: int, **changed: Any) -> list[str]:
-        link = MeasuredLink(replace(here, **changed), 8)
-        return list(notes_on_link(link, num_processes, torch.device("cpu")))
-
-    of_another_world, of_another_device = told(2, hosts=[], device="cuda")
-    assert "The probe is of 8 processes, this job has 2: predictions are for 8." in of_another_world
-    assert "messages on cuda" in of_another_device
-    assert told(1, hosts=[]) == told(8) == []
-    (of_one_machine,) = told(1)
-    assert f"All processes of the probe ran on one machine, {gethostname()}; for a training" in of_one_machine
-    (elsewhere,) = told(1, hosts=["a", "b"] * 4)
-    assert "The probe is of other machines (a, b): their links, and the arithmetic of this one" in elsewhere
-    (doubt,) = told(8, timings=[Timing(4, [0.1] * 4 + [9.0] * 3), Timing(1 << 20, [11.0])])
-    assert doubt.startswith("The probe is doubtful: averagings of 4 bytes had a spread of")

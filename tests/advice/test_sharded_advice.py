@@ -16,13 +16,14 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from advice.ways import network, only_priced
-from processes import Spawn
+from processes import in_each_process
 from thinwire import ConfigError
 from thinwire.adapters.sharded.model import local_of
-from thinwire.advice import Advice, sharded_subject
+from thinwire.advice import sharded_subject
 from thinwire.advice.prediction import SHARDING
 from thinwire.errors import AttachError
 from thinwire.probe import Probe, probe
+from training import told_by_all
 
 ROWS, COLUMNS, RANK = 64, 128, 4
 FEW = ["AllReduce()", 'Cast("bf16")', "Quantize(bits=4)", f"PowerSGD(matrix_rank={RANK})"]
@@ -32,10 +33,28 @@ def one_step(model: nn.Module) -> None:
     torch.autograd.backward(model(torch.ones(4, COLUMNS)).square().mean())
 
 
-def test_the_shards_of_a_replica_share_its_link(spawn: Spawn) -> None:
-    everyone = spawn(4, _advised)
-    first, probed, states = everyone[0]
-    assert all(advice.predictions == first.predictions for advice, *_ in everyone)
+@in_each_process(4)
+def test_the_shards_of_a_replica_share_its_link() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(3)
+    model = nn.Linear(COLUMNS, ROWS, bias=False)
+    fully_shard(model, mesh=mesh["shard"])
+    one_step(model)
+    state = _state(model)
+    advise = partial(thinwire.advise, model, one_step, budget_seconds=0.05, budget_loss=float("inf"))
+    with only_priced(*FEW), patch.object(sharded_subject, "probe", _hardly_probed):
+        # Of all four processes, of which two and two are near each other: the link is that of one of each.
+        first = advise(network(1e4, world_size=4, nodes=[[0, 1], [2, 3]]))
+    with only_priced(*FEW[:2]), patch.object(sharded_subject, "probe", _hardly_probed):
+        probed = advise(replicas=mesh["replicate"])
+    assert state == _state(model)
+    with pytest.raises(ConfigError, match="pass a probe of one process per replica"):
+        advise()
+    sync = thinwire.attach(model, thinwire.AllReduce(), replicas=mesh)
+    with pytest.raises(AttachError, match="ask for advice before it is attached"):
+        advise(network(1e6))
+    assert sync.steps == 0
+    assert told_by_all(first.predictions) == [first.predictions] * 4
     assert first.shards == 2
     assert first.baseline.name == "native HSDP in bf16"
     by_name = {prediction.name: prediction for prediction in first.predictions}
@@ -52,35 +71,10 @@ def test_the_shards_of_a_replica_share_its_link(spawn: Spawn) -> None:
     # Ten kilobits a second, so that nothing else counts: what two processes send goes over one link.
     assert exact.step_seconds == pytest.approx(8 * 4 * numbers / 1e4, rel=0.2)
     assert probed.baseline.step_seconds > 0
-    assert states[0] == states[1]
     assert first.best.is_lossy
     assert first.lines == {"FSDP2": f"import thinwire\n{first.best.code}"}
     assert first.best.code.startswith(SHARDING)
     assert any("2 replicas of 2 shards; the 2 of a replica share one link" in note for note in first.notes)
-
-
-def _advised() -> tuple[Advice, Advice, list[Any]]:
-    assert dist.get_world_size() == 4
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(3)
-    model = nn.Linear(COLUMNS, ROWS, bias=False)
-    fully_shard(model, mesh=mesh["shard"])
-    one_step(model)
-    states = [_state(model)]
-    advise = partial(thinwire.advise, model, one_step, budget_seconds=0.05, budget_loss=float("inf"))
-    with only_priced(*FEW), patch.object(sharded_subject, "probe", _hardly_probed):
-        # Of all four processes, of which two and two are near each other: the link is that of one of each.
-        first = advise(network(1e4, world_size=4, nodes=[[0, 1], [2, 3]]))
-    with only_priced(*FEW[:2]), patch.object(sharded_subject, "probe", _hardly_probed):
-        probed = advise(replicas=mesh["replicate"])
-    states.append(_state(model))
-    with pytest.raises(ConfigError, match="pass a probe of one process per replica"):
-        advise()
-    sync = thinwire.attach(model, thinwire.AllReduce(), replicas=mesh)
-    with pytest.raises(AttachError, match="ask for advice before it is attached"):
-        advise(network(1e6))
-    assert sync.steps == 0
-    return first, probed, states
 
 
 def _hardly_probed(group: dist.ProcessGroup) -> Probe:

@@ -160,7 +160,7 @@ def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
 def test_results_do_not_depend_on_which_parameters_share_a_bucket(entry: Entry) -> None:
     """DDP's first step has other buckets than those that follow: so has that of a run that resumes."""
     layout = buckets()
-    together = [tuple(each for bucket in layout for each in bucket)]
+    together = [tuple(parameter for bucket in layout for parameter in bucket)]
     joined = Simulation(entry.algorithm, together, num_workers=3)
     divided = simulation(entry)
     for step in first_steps(entry):
@@ -176,8 +176,8 @@ def test_results_do_not_depend_on_which_parameters_share_a_bucket(entry: Entry) 
 def test_nothing_is_lost_where_buckets_change_and_change_back_after_a_resume(entry: Entry) -> None:
     """Sum of results + final mean error = sum of true means, whatever results owe to the buckets."""
     layout = buckets()
-    together = [tuple(each for bucket in layout for each in bucket)]
-    sums = torch.zeros(2, sum(each.numel for each in together[0]), dtype=torch.float64)
+    together = [tuple(parameter for bucket in layout for parameter in bucket)]
+    sums = torch.zeros(2, sum(parameter.numel for parameter in together[0]), dtype=torch.float64)
 
     def step(sim: Simulation, number: int, *, in_one: bool) -> None:
         gradients = random_gradients(layout, num_workers=2, seed=number)

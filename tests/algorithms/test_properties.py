@@ -66,7 +66,9 @@ def test_the_telescoping_identity(
     And each sends what the plan says, after the warm-up.
     """
     simulation = Simulation(algorithm, layout, num_workers=num_workers)
-    true = [torch.zeros(sum(each.numel for each in bucket), dtype=torch.float64) for bucket in layout]
+    true = [
+        torch.zeros(sum(parameter.numel for parameter in bucket), dtype=torch.float64) for bucket in layout
+    ]
     sent = [torch.zeros_like(total) for total in true]
     magnitude = [torch.zeros((), dtype=torch.float64) for _ in layout]
     for seed in range(4):

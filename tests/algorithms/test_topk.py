@@ -22,7 +22,6 @@ from thinwire.tensors.entries import ChunkRun, Chunks, EntryLayout
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 
-KEEPS_ALL = TopK(error_decay=1, merge="members")
 LAYOUT = [(spec("weight", 30, 50, dtype=torch.float64), spec("bias", 30, dtype=torch.float64))]
 
 
@@ -38,7 +37,7 @@ def test_against_numpy(bits: int, merge: Any) -> None:
         assert simulation.step(gradients)
         np.testing.assert_allclose(gradients[0][0].numpy(), expected, rtol=1e-12, atol=1e-12)
     for engine, residual in zip(simulation.engines, reference.residuals, strict=True):
-        kept = torch.cat([engine.state.memory[ERROR][each.name] for each in LAYOUT[0]])
+        kept = torch.cat([engine.state.memory[ERROR][parameter.name] for parameter in LAYOUT[0]])
         np.testing.assert_allclose(kept.numpy(), residual, rtol=1e-12, atol=1e-12)
 
 

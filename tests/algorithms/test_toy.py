@@ -7,7 +7,6 @@ are not finite and of `host_check`.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import members
 import thinwire
-from catalog import buckets, random_gradients
 from processes import in_each_process
 from thinwire.algorithms import registry
 from thinwire.probe import Probe, Timing
-from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
-from thinwire.watch.report import report_page
 from toy import AroundTrend
 from training import are_alike
 
@@ -38,20 +34,6 @@ def _averaged_less_often(member: members.Member) -> tuple[bool, float]:
     with member.local(algorithm=AroundTrend()) as local:
         member.train(8)
     return member.agreed(), local.stats().message_bytes / local.sync.plan.gradient_bytes
-
-
-def test_watched_and_reported(tmp_path: Path) -> None:
-    simulation = Simulation(AroundTrend(), buckets(), num_workers=2)
-    with thinwire.Watch(
-        simulation.syncs[0], thinwire.watch.JSONLWriter(tmp_path / "run.jsonl"), norms_every_steps=2
-    ):
-        for step in range(6):
-            assert simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
-    run = thinwire.watch.read_run(tmp_path / "run.jsonl")
-    assert len(run.steps) == 6
-    page = report_page([run])
-    assert "8 bits around a trend" in page
-    assert "AroundTrend()" in page
 
 
 @in_each_process(2)
@@ -78,7 +60,7 @@ def test_under_ddp_with_uneven_batches_it_is_advised_too() -> None:
         ).predictions
     assert sync.stats().steps == 5
     assert sync.stats().compression_ratio > 3.5
-    assert "AroundTrend()" in [each.name for each in predictions]
+    assert "AroundTrend()" in [prediction.name for prediction in predictions]
 
 
 TIMINGS = [Timing(size, [0.001 + size / 1e6]) for size in (4, 1 << 20, 1 << 24)]

@@ -132,7 +132,7 @@ def test_output_that_can_not_be_written_is_one_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = recorded_run(tmp_path)
-    filled = [each.format(run=run, page=tmp_path / "page.html") for each in arguments]
+    filled = [argument.format(run=run, page=tmp_path / "page.html") for argument in arguments]
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert exit_code(monkeypatch, *filled) == 1

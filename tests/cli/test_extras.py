@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from commands import WITHOUT_PACKAGE, run_python
-from thinwire.cli import check, common
 from thinwire.errors import MissingExtraError
-from thinwire.launch import group_of_one
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -42,22 +38,6 @@ def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch)
 def test_lightnings_way_to_register_a_hook_needs_no_lightning() -> None:
     done = run_python(WITHOUT_PACKAGE, ",".join(PACKAGES["lightning"]), "thinwire.integrations.ddp_hooks")
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_what_computes_on_the_cpu_says_at_its_end_that_numba_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(common, "find_spec", lambda name: None)
-    monkeypatch.setattr(check, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
-    monkeypatch.setattr(check, "CHECKS", {"nothing": lambda context: None})
-    with group_of_one():
-        check.check(backend=None, processes=None, as_json=False, device=None)
-    printed = capsys.readouterr()
-    assert printed.out.endswith("works  nothing\n")
-    assert printed.err.startswith(
-        "thinwire: Numba is not installed: few bits and low rank are slow on the CPU"
-    )
-    assert printed.err.endswith("pip install '.[numba]' in a clone of Thinwire\n")
 
 
 def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from unittest.mock import patch
-
 import pytest
 
-from thinwire.comm import CALL, Description, InProcessTransport, Recording, agree, agreement, run_members
-from thinwire.comm.agreement import check_same
-from thinwire.errors import AgreementError, CommunicationError
+from thinwire.comm import Description, InProcessTransport, Recording, agree, run_members
+from thinwire.errors import AgreementError
 
 SAME = {"algorithm": "PowerSGD", "matrix_rank": "2", "bucket": "weight, bias"}
 
@@ -68,52 +64,3 @@ def test_all_are_told_who_differs_in_what(other: Description, words: str) -> Non
         assert words in message
         assert "nothing was changed" in message
         assert collectives == ["all_gather"] * 3
-
-
-def test_of_different_calls_only_they_are_told() -> None:
-    said = said_by([SAME | {CALL: "state_dict()"}, {CALL: "a step"}])
-    for message, _ in said:
-        assert "process 0 has call state_dict(), process 1 has call a step under way. Make" in message
-        assert "matrix_rank" not in message
-
-
-def test_of_many_differences_some_are_told() -> None:
-    said = [{f"parameter {n}": str(n) for n in range(9)}, {f"parameter {n}": "x" for n in range(9)}]
-    with pytest.raises(AgreementError, match="and 5 differences more"):
-        check_same(said * 10, "a test")
-    with pytest.raises(AgreementError, match="0, 2, 4, 6, 8, 10, 12, 14 and 2 more have parameter 0 0"):
-        check_same(said * 10, "a test")
-
-
-def test_who_waits_long_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
-    members, warned = InProcessTransport.group(2), threading.Event()
-
-    def body(rank: int) -> bool:
-        heard = rank == 0 or warned.wait(60)  # comes only after the other has complained
-        agree(members[rank], SAME, "step 3")
-        return heard
-
-    with patch.object(agreement.logger, "warning", side_effect=lambda _: warned.set()) as said:
-        assert run_members(2, body) == [True, True]
-    ((words,), _), = said.call_args_list  # fmt: skip
-    assert words.startswith("step 3: process 0 has waited 0.01 s for the others: make the same calls")
-
-
-def test_who_does_not_wait_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert said_by([SAME, SAME])
-    assert caplog.text == ""
-    # A cancelled timer's thread takes a moment to end.
-    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
-    assert all(timer.finished.is_set() for timer in timers)
-
-
-def test_a_member_that_never_comes_is_an_error_for_the_others() -> None:
-    members = InProcessTransport.group(2)
-
-    def body(rank: int) -> None:
-        if rank == 0:
-            agree(members[rank], SAME, "step 3")
-
-    with pytest.raises(CommunicationError, match=r"comparison of what .* members \[1\] of 2 have not"):
-        run_members(2, body)

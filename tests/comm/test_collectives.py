@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 
 from thinwire.comm import (
     InProcessTransport,
     Recording,
-    Work,
     copy_from,
     gather_numbers,
     gather_stacked,
     run_members,
 )
-from thinwire.comm.collectives import in_messages
 from thinwire.errors import CommunicationError
 
 
@@ -39,17 +35,17 @@ def test_all_become_what_the_source_has_to_the_bit(sources: set[int], source: in
 
     def body(rank: int) -> tuple[list[torch.Tensor], list[str]]:
         recording, tensors = Recording(members[rank]), tensors_of(rank)
-        addresses = [each.data_ptr() for each in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
         with torch.no_grad():
             copy_from(rank in sources, tensors, recording)
-        assert [each.data_ptr() for each in tensors] == addresses
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
         return tensors, [note.collective for note in recording.notes]
 
     for tensors, collectives in run_members(3, body):
         for got, expected in zip(tensors, tensors_of(source), strict=True):
             assert got.dtype == expected.dtype
             got_bits, expected_bits = (
-                each.detach().contiguous().view(-1).view(torch.uint8) for each in (got, expected)
+                tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (got, expected)
             )
             assert torch.equal(got_bits, expected_bits)
         assert collectives == ["all_reduce", "broadcast"]
@@ -112,8 +108,8 @@ def test_different_tensors_are_refused_on_all_before_any_is_sent(other: torch.Te
 
     run_members(2, body)
     assert len(heard) == 2
-    assert all("process 0: (4, 3) torch.float32; process 1: " in each for each in heard)
-    assert all("pad or cast first" in each for each in heard)
+    assert all("process 0: (4, 3) torch.float32; process 1: " in said for said in heard)
+    assert all("pad or cast first" in said for said in heard)
 
 
 def test_too_many_dimensions_are_refused() -> None:
@@ -121,42 +117,3 @@ def test_too_many_dimensions_are_refused() -> None:
     assert gather_stacked(torch.ones([1] * 16), alone).shape == (1,) * 17
     with pytest.raises(CommunicationError, match="a tensor of 17 dimensions can't be gathered, at most 16"):
         gather_stacked(torch.ones([1] * 17), alone)
-
-
-def test_a_model_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that for a moment a member holds copies of a piece, and not of all."""
-    monkeypatch.setattr("thinwire.comm.collectives.COPIED_BYTES", 100)
-    members = InProcessTransport.group(2)
-    lengths = (10, 15, 1, 60, 2)
-
-    def body(rank: int) -> tuple[list[torch.Tensor], list[int]]:
-        tensors = [torch.full((length,), float(10 * rank + length)) for length in lengths]
-        sent, broadcast = [], members[rank].broadcast
-
-        def noted(tensor: torch.Tensor, source: int, purpose: str) -> Work:
-            sent.append(tensor.nbytes)
-            return broadcast(tensor, source, purpose)
-
-        monkeypatch.setattr(members[rank], "broadcast", noted)
-        copy_from(rank == 1, tensors, members[rank])
-        return tensors, sent
-
-    for tensors, sent in run_members(2, body):
-        assert sent == [4 * (10 + 15), 4, 4 * 60, 4 * 2]
-        assert [float(each[0]) for each in tensors] == [10.0 + length for length in lengths]
-
-
-@pytest.mark.parametrize("limit", [0, 1, 7, 20, 10**6])
-def test_many_items_travel_in_few_messages_and_each_is_looked_at_a_few_times(limit: int) -> None:
-    items, asked = [place % 9 for place in range(2000)], list[int]()
-
-    def size(item: int) -> int:
-        asked.append(item)
-        return item
-
-    messages = list(in_messages(items, limit, size))
-    assert [item for message in messages for item in message] == items
-    assert all(message and (len(message) == 1 or sum(message) <= limit) for message in messages)
-    assert all(sum(one) + other[0] > limit for one, other in pairwise(messages))
-    assert len(asked) <= 2 * len(items)
-    assert list(in_messages([], limit, size)) == []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -16,71 +13,11 @@ from thinwire.comm import InProcessTransport, Metered, Recording, Transport, run
 from thinwire.errors import CommunicationError
 
 
-def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
-    members, events = InProcessTransport.group(3), []
-
-    def body(rank: int) -> int:
-        events.append(f"{rank} begins")
-        work = members[rank].mean(torch.ones(1), "a test")
-        work.wait()
-        work.wait()  # again: nothing
-        events.append(f"{rank} ends")
-        return 10 * rank
-
-    assert run_members(3, body) == [0, 10, 20]
-    assert events == [
-        "0 begins", "1 begins", "2 begins", "2 ends", "0 ends", "1 ends",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("interrupts_last", [False, True])
-def test_ctrl_c_ends_all_members_before_it_goes_on(interrupts_last: bool) -> None:
-    """The one that runs, the one that waits, and the one that has not begun."""
-    members, ended = InProcessTransport.group(3), []
-    threads: list[threading.Thread] = []
-
-    def body(rank: int) -> None:
-        threads.append(threading.current_thread())
-        try:
-            if rank == 1 + interrupts_last:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.1)  # as a computation does that sends nothing
-            members[rank].mean(torch.ones(1), "a test").wait()
-        except KeyboardInterrupt:
-            ended.append(rank)
-            # What cleans up may send as well.
-            with pytest.raises(KeyboardInterrupt):
-                members[rank].mean(torch.ones(1), "a test").wait()
-            raise
-
-    with pytest.raises(KeyboardInterrupt):
-        run_members(3, body)
-    assert sorted(ended) == ([0, 1, 2] if interrupts_last else [0, 1])
-    assert len(threads) == len(ended)
-    assert not any(thread.is_alive() for thread in threads)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("wrapped", [lambda transport: transport, Recording, Metered])
 def test_every_collective_carries_every_type(size: int, wrapped: Callable[[Transport], Transport]) -> None:
     members = InProcessTransport.group(size)
     run_members(size, lambda rank: check_every_collective(wrapped(members[rank])))
-
-
-def test_several_groups_at_once() -> None:
-    """Pairs and the whole, as hierarchies have them; each keeps its own order of messages."""
-    everyone, pairs = InProcessTransport.group(4), [InProcessTransport.group(2) for _ in range(2)]
-
-    def body(rank: int) -> list[float]:
-        pair, whole = pairs[rank // 2][rank % 2], everyone[rank]
-        of_pair, of_all = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-        late = whole.all_reduce(of_all, "of all")
-        pair.all_reduce(of_pair, "of a pair").wait()
-        late.wait()
-        pair.all_reduce(of_pair, "of a pair").wait()
-        return [of_pair.item(), of_all.item()]
-
-    assert run_members(4, body) == [[2.0, 6.0], [2.0, 6.0], [10.0, 6.0], [10.0, 6.0]]
 
 
 def test_members_that_wait_for_each_other_for_ever_are_named() -> None:
@@ -141,16 +78,6 @@ def test_waiting_outside_run_members_is_refused_and_not_hung() -> None:
     first, _ = InProcessTransport.group(2)
     with pytest.raises(CommunicationError, match=r"members \[1\] of 2 have not sent.*run_members"):
         first.mean(torch.zeros(3), "a test").wait()
-
-
-def test_what_is_sent_may_be_taken_later_outside() -> None:
-    """All have sent: nobody has to wait."""
-    members = InProcessTransport.group(2)
-    tensors = [torch.tensor([1.0]), torch.tensor([3.0])]
-    works = [member.mean(tensor, "a test") for member, tensor in zip(members, tensors, strict=True)]
-    for work in works:
-        work.wait()
-    assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

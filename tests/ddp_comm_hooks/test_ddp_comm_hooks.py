@@ -40,7 +40,7 @@ def module_of(package: Any, name: str) -> Any:
 @pytest.mark.parametrize("name", MODULES)
 def test_the_modules_have_torchs_public_names_and_parameters(name: str) -> None:
     theirs, ours = module_of(stock, name), module_of(ddp_comm_hooks, name)
-    own = [key for key, each in vars(theirs).items() if getattr(each, "__module__", "") == theirs.__name__]
+    own = [key for key, value in vars(theirs).items() if getattr(value, "__module__", "") == theirs.__name__]
     public = sorted(getattr(theirs, "__all__", [key for key in own if not key.startswith("_")]))
     assert ours.__all__ == public
     for key in public:

@@ -51,8 +51,8 @@ class Forked:
 
 def _be(command: Sequence[str], errors: int, environment: Mapping[str, str]) -> NoReturn:
     os.setsid()
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(errors, 2)
     os.environ.clear()
     os.environ.update(environment)

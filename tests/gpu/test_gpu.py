@@ -5,7 +5,6 @@ Two Gloo processes share the GPU, so that something is averaged; NCCL runs with 
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from typing import Any
@@ -22,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from kernel_calls import Drawing, check_a_step
-from processes import Spawn
-from thinwire import AllReduce, PowerSGD, TopK, hooks
+from processes import in_each_process
+from thinwire import AllReduce, PowerSGD, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport
@@ -46,13 +45,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HER
 
 
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-
-
-def on_both(names: str, *cases: object) -> pytest.MarkDecorator:
-    """Try all cases on a GPU, and the last one on the CPU, so that the test itself is tried everywhere."""
-    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
-    on_gpu = [pytest.param(*row, "cuda", marks=needs_gpu) for row in rows]
-    return pytest.mark.parametrize(f"{names}, device", [*on_gpu, (*rows[-1], "cpu")], ids=str)
 
 
 STEPS = 5
@@ -82,19 +74,14 @@ def loss_of(model: nn.Module, step: int, device: str, dtype: torch.dtype = torch
 
 
 def gap(one: list[Tensor], other: list[Tensor]) -> float:
-    flat = [torch.cat([each.detach().cpu().double().view(-1) for each in side]) for side in (one, other)]
+    flat = [torch.cat([tensor.detach().cpu().double().view(-1) for tensor in side]) for side in (one, other)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-@on_both("algorithm", AllReduce(), PowerSGD(matrix_rank=2))
-def test_sharded_models_overlap_to_the_same_result(spawn: Spawn, algorithm: Algorithm, device: str) -> None:
-    for difference, ratio, steps in spawn(2, _sharded, algorithm, device):
-        assert difference < 1e-6
-        assert steps == STEPS
-        assert isinstance(algorithm, AllReduce) or ratio > 1.2
-
-
-def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float, int]:
+@on_each_device
+@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(matrix_rank=2)], ids=str)
+@in_each_process(2)
+def test_sharded_models_overlap_to_the_same_result(algorithm: Algorithm, device: str) -> None:
     """Two replicas of one shard each: on one GPU no more can be."""
     exact_products()
     if device == "cuda":
@@ -115,43 +102,14 @@ def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float, int]:
             torch.autograd.backward(loss_of(model, step, device))
             optimizer.step()
         trained.append([p.to_local().detach().cpu() for p in model.parameters()])
-    return gap(*trained), sync.stats().compression_ratio, sync.steps
-
-
-@on_both(
-    "name",
-    *("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "batched_powerSGD_hook", "powerSGD_hook"),
-)
-def test_every_hook(spawn: Spawn, name: str, device: str) -> None:
-    for gradients, plain in spawn(2, _hooked, name, device):
-        assert all(gradient.isfinite().all() for gradient in gradients)
-        assert gap(gradients, plain) < (2e-2 if "SGD" not in name else 2.0)
-
-
-def _hooked(name: str, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    module = new_module().to(device)
-    models = [DistributedDataParallel(copy.deepcopy(module)) for _ in range(2)]
-    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0) if "SGD" in name else None
-    models[0].register_comm_hook(state, getattr(hooks, name))
-    for step in range(3):
-        for model in models:
-            model.zero_grad()
-            torch.autograd.backward(loss_of(model, step, device))
-    if state is not None:
-        assert state.stats().compression_ratio > 2
-    ours, plain = ([p.grad.cpu() for p in model.parameters() if p.grad is not None] for model in models)
-    return ours, plain
+    assert gap(*trained) < 1e-6
+    assert sync.steps == STEPS
+    assert isinstance(algorithm, AllReduce) or sync.stats().compression_ratio > 1.2
 
 
 @on_each_device
-def test_an_overflow_under_a_grad_scaler(spawn: Spawn, device: str) -> None:
-    for steps, skipped, finite, scale in spawn(2, _overflow, device):
-        assert (steps, skipped) == (STEPS, 1)
-        assert finite
-        assert scale == 2.0**9
-
-
-def _overflow(device: str) -> tuple[int, int, bool, float]:
+@in_each_process(2)
+def test_an_overflow_under_a_grad_scaler(device: str) -> None:
     model = DistributedDataParallel(new_module().to(device))
     scaler = GradScaler(device, init_scale=2.0**10)
     sync = thinwire.attach(model, PowerSGD(matrix_rank=2), grad_scaler=scaler)
@@ -164,17 +122,14 @@ def _overflow(device: str) -> tuple[int, int, bool, float]:
         torch.autograd.backward(scaler.scale(loss))
         scaler.step(optimizer)
         scaler.update()
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    return sync.stats().steps, sync.stats().nonfinite_steps, finite, scaler.get_scale()
+    assert (sync.stats().steps, sync.stats().nonfinite_steps) == (STEPS, 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert scaler.get_scale() == 2.0**9
 
 
 @on_each_device
-def test_state_moves_between_devices(spawn: Spawn, device: str) -> None:
-    for difference in spawn(2, _moved, device):
-        assert difference < 1e-3
-
-
-def _moved(device: str) -> float:
+@in_each_process(2)
+def test_state_moves_between_devices(device: str) -> None:
     exact_products()
     models = [DistributedDataParallel(new_module().to(place)) for place in ("cpu", device)]
     syncs = [thinwire.attach(model, PowerSGD(matrix_rank=2)) for model in models]
@@ -186,7 +141,7 @@ def _moved(device: str) -> float:
             model.zero_grad()
             torch.autograd.backward(loss_of(model, step, place))
             kept[:] = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-    return gap(gradients[1], gradients[0])
+    assert gap(gradients[1], gradients[0]) < 1e-3
 
 
 @needs_gpu
@@ -226,19 +181,16 @@ def _synchronisations(algorithm: Algorithm, host_check: HostCheck) -> int:
 @needs_gpu
 @pytest.mark.parametrize("built_on_it", [True, False])
 @pytest.mark.parametrize("trained_on_it", [True, False])
-def test_gradients_of_side_streams(spawn: Spawn, built_on_it: bool, trained_on_it: bool) -> None:
-    """DDP runs hooks on the stream that it was built on; Lightning builds it on one and trains on another."""
-    for difference, ratio in spawn(2, _on_a_side_stream, built_on_it, trained_on_it):
-        assert difference < 1e-5
-        assert ratio > 2
+@in_each_process(2)
+def test_gradients_of_side_streams(built_on_it: bool, trained_on_it: bool) -> None:
+    """DDP runs hooks on the stream that it was built on; Lightning builds it on one and trains on another.
 
-
-def _on_a_side_stream(built_on_it: bool, trained_on_it: bool) -> tuple[float, float]:
-    """Train behind work that keeps the streams busy, and once more without any of this."""
+    Train behind work that keeps the streams busy, and once more without any of this.
+    """
     exact_products()
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    trained, ratio = [], 0.0
+    trained = []
     busy = torch.ones(4096, 4096, device="cuda")
     for built, used in ((built_on_it, trained_on_it), (False, False)):
         side, usual = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
@@ -255,8 +207,8 @@ def _on_a_side_stream(built_on_it: bool, trained_on_it: bool) -> tuple[float, fl
                 optimizer.step()
         torch.cuda.synchronize()
         trained.append([p.detach().clone() for p in model.parameters()])
-        ratio = sync.stats().compression_ratio
-    return gap(trained[0], trained[1]), ratio
+    assert gap(*trained) < 1e-5
+    assert sync.stats().compression_ratio > 2
 
 
 @needs_gpu
@@ -308,8 +260,8 @@ def test_codes_by_triton_are_those_of_pytorch(bits: int, dtype: torch.dtype) -> 
     expected = CODES.encoded(flat.cpu(), blocks, codebook, None).message
     assert bits < 4 or torch.equal(coded.message.cpu(), expected)
     decoded = [torch.empty_like(flat) for _ in range(2)]
-    for codes, each in zip((code_kernels_for(flat), CODES), decoded, strict=True):
-        codes.decode(coded, blocks, codebook, each)
+    for codes, target in zip((code_kernels_for(flat), CODES), decoded, strict=True):
+        codes.decode(coded, blocks, codebook, target)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < 4 * len(flat) / 3
 

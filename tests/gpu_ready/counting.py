@@ -78,26 +78,26 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         given = list(tensors_in((*args, *kwargs.values())))
-        if any(each.is_meta for each in given) and name in ("_local_scalar_dense", "equal", "is_nonzero"):
+        if any(tensor.is_meta for tensor in given) and name in ("_local_scalar_dense", "equal", "is_nonzero"):
             self.waits[name] += 1
             return 1
         if name == "_to_copy" and given[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.waits[name] += 1  # `tolist`
             return torch.zeros(given[0].shape, dtype=given[0].dtype)
-        if given and name.endswith("_") and name not in FREE and all(each.is_meta for each in given):
+        if given and name.endswith("_") and name not in FREE and all(tensor.is_meta for tensor in given):
             out = args[0] if func._schema.returns else None  # in place, of what has no values: nothing to do
         elif name == "threshold":  # frequent, and slow in torch where there are no values
             out = torch.empty_like(args[0])
         else:
             out = func(*args, **kwargs)
         results = list(tensors_in((out,)))
-        devices = {each.device.type for each in [*given, *results]}
+        devices = {tensor.device.type for tensor in [*given, *results]}
         if "meta" not in devices:
             return out
-        if "cpu" in devices and name in ("_to_copy", "copy_") and any(each.dim() for each in given):
+        if "cpu" in devices and name in ("_to_copy", "copy_") and any(tensor.dim() for tensor in given):
             self.waits[f"{name} between devices"] += not _is_pinned()
         base = name if name in FREE else name.removesuffix("_")
-        if name not in FREE and base not in FREE and any(each.numel() > 0 for each in [*given, *results]):
+        if name not in FREE and base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
             self._count(func, args, kwargs, given, results)
         return out
 
@@ -107,14 +107,14 @@ class Counting(TorchDispatchMode):
         kernels = KERNELS.get(base, 1)
         written = list(results)
         if base.startswith("_foreach"):
-            lists = [each for each in args if isinstance(each, list | tuple)]
+            lists = [argument for argument in args if isinstance(argument, list | tuple)]
             kernels = _launches_of_lists(lists) + 2 * (base == "_foreach_norm")
             written = list(lists[0]) if name.endswith("_") else written
         elif base in ("addmm", "baddbmm") and (not name.endswith("_") or "out" in kwargs):
             kernels = 2  # the tensor that is added is copied to the result first
         elif base == "cat":
             kernels = _launches_of_cat(given)
-        elif base == "_to_copy" and not any(each.numel() for each in results):
+        elif base == "_to_copy" and not any(tensor.numel() for tensor in results):
             kernels = 0
         self.launches[name] += kernels
         overwrites = name in ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
@@ -145,14 +145,14 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _launches_of_lists(lists: Sequence[Sequence[torch.Tensor]]) -> int:
-    blocks = sum(math.ceil(each.numel() / BLOCK_ELEMENTS) for each in lists[0])
+    blocks = sum(math.ceil(tensor.numel() / BLOCK_ELEMENTS) for tensor in lists[0])
     tensors = len(lists[0]) / TENSORS_OF_A_LAUNCH[len(lists)]
     return max(1, math.ceil(tensors), math.ceil(blocks / BLOCKS_OF_A_LAUNCH))
 
 
 def _launches_of_cat(given: Sequence[torch.Tensor]) -> int:
-    parts = [each for each in given if each.numel()]
-    if len({each.dtype for each in parts}) > 1:
+    parts = [tensor for tensor in given if tensor.numel()]
+    if len({part.dtype for part in parts}) > 1:
         return len(parts)
     return math.ceil(len(parts) / 128)
 
@@ -258,7 +258,7 @@ def counted(run: Callable[[], object], *, untold: int = 2) -> tuple[Counted, Cou
             with Counting() as counting:
                 run()
     totals = (counting.launches, counting.bytes, counting.waits)
-    return Counted(*(sum(each.values()) for each in totals)), counting
+    return Counted(*(sum(counter.values()) for counter in totals)), counting
 
 
 # Models, as DDP's buckets: parameters in reverse, 1 MiB first, then 25 MiB each.

@@ -77,8 +77,8 @@ class Device(TorchDispatchMode):
     def run(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
         """Note a kernel on the current stream."""
         self._reuse()
-        writes = {each.untyped_storage().data_ptr() for each in written if each.numel()}
-        reads = {each.untyped_storage().data_ptr() for each in read if each.numel()} - writes
+        writes = {tensor.untyped_storage().data_ptr() for tensor in written if tensor.numel()}
+        reads = {tensor.untyped_storage().data_ptr() for tensor in read if tensor.numel()} - writes
         aliases: dict[int, list[str]] = {address: [] for address in reads | writes}
         found = self._judge._handle_kernel_launch(self.stream, reads, writes, set(), name, aliases)
         self.races += [f"{name} on stream {self.stream}" for _ in found]
@@ -91,17 +91,21 @@ class Device(TorchDispatchMode):
                 del self._alive[address]
                 if address in seen.accesses:
                     last = [*seen.get_reads(address), seen.get_write(address)]
-                    used = [(each.stream, each.seq_num) for each in last if each and each.stream != owner]
+                    used = [
+                        (access.stream, access.seq_num)
+                        for access in last
+                        if access and access.stream != owner
+                    ]
                     if owner is not None:
                         self._freed.append((owner, name, used))
                     seen.delete_tensor(address)
 
     def _reuse(self) -> None:
         """Give the current stream what was freed of its own: all other streams must be done with it."""
-        for owner, name, used in [each for each in self._freed if each[0] == self.stream]:
+        for owner, name, used in [freed for freed in self._freed if freed[0] == self.stream]:
             if not all(self._judge.syncs.is_ordered_after(owner, number, other) for other, number in used):
                 self.early_frees.append(f"{name} on stream {owner}")
-        self._freed = [each for each in self._freed if each[0] != self.stream]
+        self._freed = [freed for freed in self._freed if freed[0] != self.stream]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -24,28 +23,19 @@ from gpu_ready.counting import (
     gpt2_small,
     on_meta,
 )
-from gpu_ready.host_time import host_time
 from kernel_calls import asked
 from thinwire import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.adapters.sharded.fsdp import FSDPAdapter
 from thinwire.adapters.sharded.model import Piece
-from thinwire.adapters.tensors import GradientListAdapter
-from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
-from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.lowrank.slots import SENT
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.comm import Machines
 from thinwire.kernels import torch_entries
 from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import MatrixGroup, Rows
 from thinwire.kernels.triton import launcher, triton_kernels
-from thinwire.local_sgd import LocalSGD
-from thinwire.local_sgd import averaged_model as local_sgd_model
-from thinwire.local_sgd.fragment import Fragments
-from thinwire.sync import Engine, Settings, engine_of
-from thinwire.sync import settings as settings_room
+from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import loss_scale_of
-from thinwire.tensors.accelerators import to_device_async
 
 ONE_LAYER, THREE_LAYERS = (
     {name: shape for name, shape in gpt2_small().items() if name.startswith(layers)}
@@ -168,29 +158,6 @@ def test_a_weight_makes_the_host_wait_no_more() -> None:
     assert waits_of(Engine(AllReduce(), OnDevice(), settings=settings)) == 0
 
 
-of_one_layer: Any = partial(Step, shapes=ONE_LAYER)  # in two buckets
-
-
-# In units, about a half more than was measured.
-HOST_TIMES: list[tuple[Algorithm, bool, float]] = [
-    (RANK_4, True, 8.5),
-    (Quantize(bits=4), False, 3),
-    (FEEDBACK, False, 7.5),
-]
-
-
-@pytest.mark.parametrize(("algorithm", "is_scaled", "limit"), HOST_TIMES, ids=str)
-def test_the_hosts_time(algorithm: Algorithm, is_scaled: bool, limit: float) -> None:
-    """In one of three tries: others may use the machine meanwhile."""
-    scale = loss_scale_of(GradScaler("cpu") if is_scaled else None)
-    found = []
-    for _ in range(3):
-        found.append(host_time(algorithm, loss_scale=scale))
-        if found[-1].units <= limit:
-            return
-    pytest.fail(", ".join(map(str, found)))
-
-
 class Ordered(Counting):  # type: ignore[no-untyped-call]
     """Notes operations of which CUDA does not promise the same bits every time, such as sums of floats."""
 
@@ -237,15 +204,6 @@ def test_kernels_that_get_an_address_get_a_whole_tensor() -> None:
     assert read.is_contiguous()
 
 
-def test_a_loss_scale_of_the_users_own_reaches_the_device_without_a_wait() -> None:
-    """Where one number is copied, nothing is counted: a wait shows by the way that it goes."""
-    scale = loss_scale_of(lambda: 8.0)
-    assert scale is not None
-    with patch.object(settings_room, "to_device_async", wraps=to_device_async) as pinned:
-        assert scale(torch.device("meta")).is_meta
-    assert pinned.call_count == 1
-
-
 def test_what_kernels_write_to_by_address_is_fp32_whatever_the_default_type() -> None:
     group = MatrixGroup(["a"], [torch.empty(64, 48, device="meta")], [None], 4)
     factor = torch.empty(1, 4, 48, device="meta")
@@ -259,49 +217,8 @@ def test_what_kernels_write_to_by_address_is_fp32_whatever_the_default_type() ->
     assert left.dtype == basis.dtype == torch.float32
 
 
-def test_what_watch_asks_of_every_bucket() -> None:
-    """By one operation each: the norms of all residuals, and of all that was sent."""
-    specs = [spec for bucket in buckets_of(gpt2_small()) for spec in bucket]
-    plan, memory = PowerSGD(matrix_rank=4).prepare(specs), Memory()
-    for spec, route in zip(specs, plan.routes, strict=True):
-        if route.is_compressed:
-            memory[ERROR][spec.name] = torch.empty(spec.numel, device="meta")
-            memory[SENT][spec.name] = torch.empty(4 * spec.shape[1], device="meta")
-    found, counting = counted(lambda: plan.diagnose(memory))
-    assert found.launches <= 22, counting.launches
-
-
 def parameters_of(shapes: dict[str, tuple[int, ...]]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes.values()]
-
-
-def test_the_adapter_of_tensors() -> None:
-    """One bucket. Beside the algorithm's: each gradient is copied to the bucket, and these are joined."""
-    parameters = parameters_of(ONE_LAYER)
-    adapter = GradientListAdapter(parameters, PowerSGD(matrix_rank=4), transport=Alike())
-    gradients = [torch.empty_like(parameter) for parameter in parameters]
-    found, _ = counted(lambda: adapter.average(gradients))
-    of_one_layer(RANK_4, 200, 13.6).check(found)
-
-
-def test_the_adapter_of_local_sgd() -> None:
-    """Beside the algorithm's and the optimizer's: the change since the last average, and the way back."""
-    model = torch.nn.Module()
-    for number, parameter in enumerate(parameters_of(ONE_LAYER)):
-        model.register_parameter(str(number), parameter)
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    algorithm = PowerSGD(matrix_rank=4)
-    with (
-        on_meta(),
-        patch.object(local_sgd_model, "_check_values"),  # which refuses such a model
-        patch.object(Fragments, "checksum", lambda _: 0),  # at the end, of what has no values
-        Counting(),  # its entry asks tensors for values
-        LocalSGD(model, optimizer, every_steps=1, algorithm=algorithm, replicas=Alike()) as local,
-    ):
-        found, _ = counted(optimizer.step)
-        assert engine_of(local.sync).reporter.counts().compression_ratio > 5
-    of_one_layer(RANK_4, 260, 23.8, 3).check(found)
 
 
 @pytest.mark.parametrize("host_check", [True, False])
@@ -331,4 +248,5 @@ def test_the_adapter_of_sharded_models(host_check: bool) -> None:
         for bucket in adapter._buckets:
             bucket.opened = engine.open(bucket.specs, torch.device("meta"))
     found, _ = counted(step)
-    of_one_layer(RANK_4, *((200, 13.6) if host_check else (215, 16.6, 0))).check(found)
+    limits = (200, 13.6) if host_check else (215, 16.6, 0)
+    Step(RANK_4, *limits, shapes=ONE_LAYER).check(found)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from gpu_ready.counting import Alike, buckets_of, flats_of, on_meta
 from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL, Stream
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.adapters.ddp import ATTACHED, adapter_of, switched
@@ -185,16 +184,3 @@ def test_a_race_with_ddps_adapter_is_found(missing: str, monkeypatch: pytest.Mon
     else:
         monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None)
     assert train_ddp(PowerSGD(matrix_rank=2), monkeypatch)[0].races
-
-
-def test_later_messages_leave_before_the_last_gradients() -> None:
-    buckets = buckets_of({f"{number}.weight": (1024, 1024) for number in range(NUM_BUCKETS + 2)})
-    engine = Engine(Quantize(bits=4), Alike())
-    with on_meta():
-        one = engine.begin(pipelined=True)
-        for specs, flat in zip(buckets, flats_of(buckets), strict=True):
-            one.start(engine.open(specs, flat.device), flat)
-        sent = engine.reporter.counts().messages
-        one.finish()
-    # With each bucket but the first, the second message of the one before.
-    assert (sent, engine.reporter.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))

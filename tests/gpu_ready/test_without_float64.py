@@ -35,8 +35,8 @@ class WithoutFloat64(TorchDispatchMode):
         if func._schema.name == "aten::_to_copy" and args[0].is_meta and kwargs.get("device") is not None:
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="cpu")
         out = func(*args, **kwargs)
-        for each in out if isinstance(out, list | tuple) else [out]:
-            if isinstance(each, torch.Tensor) and each.is_meta and each.dtype == torch.float64:
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.dtype == torch.float64:
                 raise TypeError(f"{func} makes float64, which this device does not have")
         return out
 

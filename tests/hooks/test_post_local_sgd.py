@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from typing import Any
@@ -57,19 +56,6 @@ def test_gradients_are_torchs_own(local_gradients: bool) -> None:
         assert torch.equal(flat(theirs), flat(ours))
         assert their_state.iter == our_state.iter == min(step + 1, 3)
         assert halves(ours) == ((True, True) if step < 3 else (local_gradients, False))
-
-
-@in_each_process(2)
-def test_a_copied_model_averages_again() -> None:
-    state = hooks.PostLocalSGDState(None, None, 3, post_local_gradient_allreduce=False)
-    model = with_state(state)
-    train(model, new_optimizer(model), range(3))
-    copied, copied_state = copy.deepcopy((model, state))
-    for each in (model, copied):
-        train(each, new_optimizer(each), range(3, 4))
-    assert (state.iter, copied_state.iter) == (3, 0)
-    assert not agreed(model)
-    assert agreed(copied)
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [

@@ -19,12 +19,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import (
-    LearningRateFinder,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -296,7 +291,7 @@ class TwoOptimizers(Regression):
     automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD([each], lr=0.1) for each in self.layers.parameters()][:2]
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.layers.parameters()][:2]
 
 
 @in_each_process(2)
@@ -349,36 +344,6 @@ def test_weights_that_another_callback_puts_in_at_the_end_stay(tmp_path: Path) -
     again = ThinwireStrategy(strategy.algorithm)
     with pytest.raises(thinwire.ConfigError, match="StochasticWeightAveraging"):
         fit(again, tmp_path, callbacks=[StochasticWeightAveraging(swa_lrs=0.1)], epochs=1)
-
-
-@in_each_process(2)
-def test_a_learning_rate_finder_trains_before(tmp_path: Path) -> None:
-    """It saves before models are averaged, and again after it has trained."""
-    strategy: Any = ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=2))
-    finder = LearningRateFinder(num_training_steps=8, update_attr=False)
-    trainer, module = fit(strategy, tmp_path, callbacks=[finder, ThinwireCallback()])
-    assert trainer.global_step == 12
-    assert strategy.local.steps == 12
-    assert agreed(module)
-    assert strategy.local.stats().compression_ratio > 2
-
-
-class Ending(Regression):
-    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
-        if index == 2:
-            raise RuntimeError("no more")
-
-
-@in_each_process(2)
-def test_an_exception_saves_a_process_s_own_model(tmp_path: Path) -> None:
-    """Nothing is sent: the other processes might be anywhere."""
-    strategy: Any = ThinwireStrategy(partial(thinwire.LocalSGD, every_steps=4))
-    kept = OnExceptionCheckpoint(tmp_path)
-    with pytest.raises(RuntimeError, match="no more"), patch.object(kept, "teardown"):  # which removes it
-        fit(strategy, tmp_path, model=Ending, callbacks=[kept], enable_checkpointing=True)
-    dist.barrier()
-    assert strategy.local.sync.steps == 0
-    assert Path(kept.ckpt_path).exists()
 
 
 def test_positional_arguments_are_the_stock_strategys() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,60 +16,22 @@ import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig as StockConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from accelerate.utils import DistributedType
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from accelerated import several_processes
-from adapters.test_sharded import agreed, flat, language, mesh_of, sharded, train
+from adapters.test_sharded import agreed, flat
 from integrations.test_lightning import Regression, fit
 from integrations.test_transformers import new_trainer
 from processes import in_each_process
-from thinwire import AllReduce, PowerSGD
+from thinwire import PowerSGD
 from thinwire.integrations.accelerate import ParallelismConfig
 from thinwire.integrations.transformers import attach as attach_trainer
 
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
-
-
-@in_each_process(4)
-def test_what_accelerate_prepares_with_our_config_is_attached() -> None:
-    """Accelerate shards on accelerators only: here its own code is called as it calls it."""
-    native = sharded(language(), mesh_of())
-    train(native, range(2))
-    for config in (ParallelismConfig, StockConfig):  # the stock one makes native HSDP
-        model, mesh = prepared(config(dp_replicate_size=2, dp_shard_size=2))
-        sync = thinwire.attach(model, AllReduce(), replicas=mesh["dp_replicate"])
-        train(model, range(2))
-        assert (flat(model) - flat(native)).abs().max() <= 1e-9
-        sync.use(POWER)
-        train(model, range(2, 4))
-        assert sync.stats().compression_ratio > 1
-        assert agreed(model)
-
-
-def prepared(config: Any) -> tuple[Any, Any]:
-    mesh = config.build_device_mesh("cpu")
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Sequential"],
-        cpu_ram_efficient_loading=False,
-    )
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=mesh,
-        parallelism_config=config,
-        mixed_precision="no",
-        is_main_process=dist.get_rank() == 0,
-        device=torch.device("cpu"),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about how Accelerate asks for the mesh
-        return fsdp2_prepare_model(accelerator, language()), mesh
 
 
 @contextmanager

@@ -5,34 +5,31 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
-from itertools import count
 from pathlib import Path
 from socket import gethostname
-from types import SimpleNamespace
-from typing import cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch._C._distributed_c10d import HashStore
 
 import thinwire
 from advice.ways import network
 from cli.test_cli import exit_code
-from commands import listening_on, run_all
-from processes import Spawn
+from commands import run_all
+from processes import in_each_process
 from test_lab import real, undisturbed
-from thinwire.cli.probe import _counts, describe_streams, show
-from thinwire.comm import ProcessGroupTransport, Work
+from thinwire.cli.probe import describe_streams, show
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import LinkSpec, Network
 from thinwire.launch import group_of_one
-from thinwire.probe import PairTiming, Probe, Timing, probe, prober
+from thinwire.probe import PairTiming, Probe, Timing, probe
 from thinwire.probe.prober import Prober, compare_streams
+from training import told_by_all
 
 
 def probed(network: Network, path: Path, budget_seconds: float) -> tuple[Probe, str]:
@@ -45,7 +42,7 @@ def probed(network: Network, path: Path, budget_seconds: float) -> tuple[Probe, 
         ]
         namespaces = [[flag.partition("=")[2] for flag in flags if "/ns/" in flag] for flags in entering]
         ended = run_all(("thinwire", "probe", *options), environments, namespaces=namespaces)
-    assert [each.returncode for each in ended] == [0] * network.processes, ended
+    assert [process.returncode for process in ended] == [0] * network.processes, ended
     return Probe.load(path), ended[0].stdout
 
 
@@ -75,40 +72,29 @@ def test_links_of_a_known_rate(
     assert ("structure  {0, 1}, {2, 3}: " in printed) == (len(nodes) > 1)
     if len(nodes) > 1:
         assert len(found.pairs) == 6
-        inside, between = (found.pair_bytes_per_second(inside=each) for each in (True, False))
+        inside, between = (found.pair_bytes_per_second(inside=inside) for inside in (True, False))
         assert inside is not None
         assert between is not None
         assert inside > 2 * between
 
 
-def test_it_is_the_same_on_every_process_and_in_time(spawn: Spawn) -> None:
-    first, second = spawn(2, _probed_here)
-    assert first == second
-    assert first.world_size == 2
-    assert first.backend == "gloo"
-    sizes = [timing.message_bytes for timing in first.timings]
-    assert sizes == sorted(sizes)
-    assert len(sizes) >= 2
-    assert first.pairs[0].processes == (0, 1)
-    assert first.latency_seconds > 0
-    assert first.wire_factors.keys() == {"all_gather", "all_to_all"}
-    assert min(first.wire_factors.values()) >= 1
-    assert first.average_seconds(sizes[1]) == first.timings[1].median_seconds
-    assert first.hosts == [gethostname()] * 2
-
-
-def _probed_here() -> Probe:
-    assert dist.get_world_size() == 2
+@in_each_process(2)
+def test_it_is_the_same_on_every_process_and_in_time() -> None:
     with pytest.raises(AgreementError, match="budget_seconds"):
         probe(budget_seconds=1.0 + dist.get_rank())
-    return probe(budget_seconds=1.5)
-
-
-def test_a_group_whose_backend_was_left_to_torch_is_named() -> None:
-    """`dist.get_backend` calls it "undefined"."""
-    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    assert ProcessGroupTransport().backend_for(torch.device("cpu")) == "gloo"
-    dist.destroy_process_group()
+    found = probe(budget_seconds=1.5)
+    assert told_by_all(found) == [found] * 2
+    assert found.world_size == dist.get_world_size() == 2
+    assert found.backend == "gloo"
+    sizes = [timing.message_bytes for timing in found.timings]
+    assert sizes == sorted(sizes)
+    assert len(sizes) >= 2
+    assert found.pairs[0].processes == (0, 1)
+    assert found.latency_seconds > 0
+    assert found.wire_factors.keys() == {"all_gather", "all_to_all"}
+    assert min(found.wire_factors.values()) >= 1
+    assert found.average_seconds(sizes[1]) == found.timings[1].median_seconds
+    assert found.hosts == [gethostname()] * 2
 
 
 def test_a_budget_of_nothing_and_a_single_process_are_refused() -> None:
@@ -118,28 +104,25 @@ def test_a_budget_of_nothing_and_a_single_process_are_refused() -> None:
                 probe(budget_seconds=budget)
 
 
-def test_a_budget_too_small_to_tell_the_rate_is_told(spawn: Spawn) -> None:
+@in_each_process(2)
+def test_a_budget_too_small_to_tell_the_rate_is_told() -> None:
     """Here all messages take equally long."""
-    for found, advised in spawn(2, _hardly_probed):
-        assert found.world_size == 2
-        assert [timing.message_bytes for timing in found.timings] == [4, 1024]
-        assert found.bytes_per_second is None
-        assert found.pairs[0].message_bytes == 1024
-        assert found.average_seconds(1024) == 0.001
-        assert Probe.from_json(found.to_json()) == found
-        with pytest.raises(ConfigError, match="the link's rate is not known: 1,024 bytes were not") as caught:
-            found.average_seconds(1025)
-        assert advised == str(caught.value)
-        assert "bandwidth  not known: a larger --budget-seconds sends larger messages" in shown(found)
-        assert "inf" not in shown(found)
-
-
-def _hardly_probed() -> tuple[Probe, str]:
     with patch.object(Prober, "average_once", lambda prober, *messages: 0.001):
         found = probe(budget_seconds=1e-4)
-    with pytest.raises(ConfigError) as caught:
-        thinwire.advise(torch.nn.Linear(2, 2), lambda model: None, found)
-    return found, str(caught.value)
+    assert [timing.message_bytes for timing in found.timings] == [4, 1024]
+    assert found.bytes_per_second is None
+    assert found.pairs[0].message_bytes == 1024
+    assert found.average_seconds(1024) == 0.001
+    assert Probe.from_json(found.to_json()) == found
+    needs_rate: list[Callable[[], object]] = [
+        lambda: found.average_seconds(1025),
+        lambda: thinwire.advise(torch.nn.Linear(2, 2), lambda model: None, found),
+    ]
+    for call in needs_rate:
+        with pytest.raises(ConfigError, match="the link's rate is not known: 1,024 bytes were not"):
+            call()
+    assert "bandwidth  not known: a larger --budget-seconds sends larger messages" in shown(found)
+    assert "inf" not in shown(found)
 
 
 def shown(found: Probe) -> str:
@@ -153,15 +136,6 @@ def test_the_rate_is_told_by_messages_that_differ_for_sure() -> None:
     noisy = [Timing(3000, [0.004, 0.005, 0.009]), Timing(9000, [0.008, 0.008, 0.008])]
     found = replace(example(), timings=[*example().timings[:2], *noisy])
     assert found.bytes_per_second == pytest.approx(8000 / 0.005)
-
-
-def test_a_spread_of_five_times_the_median_is_said_to_be_doubtful() -> None:
-    def probed_last(*seconds: float) -> Probe:
-        return replace(example(), timings=[*example().timings[:2], Timing(1 << 20, [*seconds])])
-
-    doubt = "averagings of 1,048,576 bytes had a spread of over 5 times their median; probe again while"
-    assert f"doubtful   {doubt} nothing else uses" in shown(probed_last(0.01, 0.01, 0.01, 0.06, 0.07))
-    assert "doubtful" not in shown(probed_last(*5 * [0.01]))
 
 
 def test_outside_of_a_job_it_says_in_one_line_how_to_start_it(
@@ -194,66 +168,20 @@ def test_a_file_of_the_last_release_is_read_and_so_is_what_is_saved(tmp_path: Pa
     assert Probe.load(path) == read
 
 
-def test_a_collective_is_timed_by_the_process_that_comes_last(spawn: Spawn) -> None:
-    """Here it takes a second more on the second process than on the first."""
-    for rank, (seconds, slept) in enumerate(spawn(2, _timed_with_one_late)):
-        assert seconds == [1.0, 2.0, 1.0]
-        assert slept == ([0.3, 0.3] if rank == 0 else [0.3])
-
-
-def _timed_with_one_late() -> tuple[list[float], list[float]]:
-    slept: list[float] = []
-    transport, clock = ProcessGroupTransport(), count(step=1 + dist.get_rank())
-    time = SimpleNamespace(perf_counter=lambda: float(next(clock)), sleep=slept.append)
-    measuring = Prober(transport, torch.device("cpu"))
-
-    def start() -> list[Work]:
-        return [transport.all_reduce(torch.ones(1), "it")]
-
-    with patch.object(prober, "time", time):
-        return [measuring.seconds_of(start, last, 0.3)[last] for last in (0, 1, 0)], slept
-
-
-def test_nothing_larger_than_was_timed_is_sent() -> None:
-    """The largest two took as long as each other: what more bytes would take is not known."""
-    flat = [Timing(4, [0.001]), Timing(1024, [0.002]), Timing(4096, [0.002])]
-    transport = cast(ProcessGroupTransport, SimpleNamespace(size=2))
-    measuring = Prober(transport, torch.device("cpu"))
-    assert measuring.largest_within(flat, 1.0) == 4096
-    assert measuring.largest_within(flat, 1e-6) == 1024
-
-
 def test_between_sizes_it_is_linear() -> None:
     assert example().bytes_per_second == pytest.approx(2000 / 0.002)
     seconds = [example().average_seconds(size) for size in (1, 2000, 5000)]
     assert seconds == pytest.approx([0.001, 0.004, 0.007])
 
 
-def test_a_process_alone_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever address the machine's name has, and whatever interface the environment names."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-network")
-    with group_of_one():
-        dist.destroy_process_group(dist.new_group([0]))
-        if Path("/proc/net/tcp").exists():
-            assert all(address.is_loopback for address in listening_on(os.getpid()))
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "no-such-network"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    with group_of_one():
-        pass
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
-
-
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({"version": 2}, "version 2, expected 1"),
-        ({"world_size": 1}, "world_size must be a whole number of at least 2, got 1"),
         ({"timings": []}, "timings must be two or more"),
         ({"timings": 2 * [{"message_bytes": 4, "seconds": [1.0]}]}, "timings must be .* of ascending"),
         ({"timings": [{"message_bytes": 4}]}, "a field is missing or of a wrong type: .*'seconds'"),
-        ({"timings": [{"message_bytes": 4, "seconds": []}]}, "none without seconds"),
         ({"timings": [{"message_bytes": 4, "seconds": [math.nan]}]}, "seconds must be a number .*, got nan"),
-        ({"pairs": [{"processes": [0, 1], "message_bytes": 4, "seconds": -1.0}]}, "seconds must be a number"),
         ({"nodes": [[0, "1"]]}, "a process must be a whole number"),
         ({"wire_factors": {"all_gather": 0.5}}, "wire_factors must be a number of at least 1"),
     ],
@@ -272,32 +200,15 @@ def test_what_is_no_probe_is_refused(changed: dict[str, object], told: str, tmp_
 # Several connections of Gloo's
 
 
-def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told(spawn: Spawn) -> None:
-    for rates, interface in spawn(2, _compared_streams):
-        assert sorted(rates) == [1, 3]
-        assert min(rates.values()) > 1e6
-        assert interface == "lo"
+@in_each_process(2)
+def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told() -> None:
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
+        rates = compare_streams([1, 3], network(1e6))
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert sorted(rates) == [1, 3]
+    assert min(rates.values()) > 1e6
     assert describe_streams({1: 97e6, 4: 153e6, 8: 162e6}) == (
         "connections 97 Mbit/s by 1, 153 Mbit/s by 4, 162 Mbit/s by 8, eight averagings in flight: set "
         "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0 (your interface, 4 times) on every machine"
     )
     assert describe_streams({1: 167e6, 8: 169e6}).endswith("one is enough")
-
-
-def _compared_streams() -> tuple[dict[int, float], str]:
-    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
-        return compare_streams([1, 3], network(1e6)), os.environ["GLOO_SOCKET_IFNAME"]
-
-
-@pytest.mark.parametrize("streams", ["", "0", "1,,4", "17", "four"])
-def test_numbers_of_connections_are_checked(streams: str) -> None:
-    with pytest.raises(ConfigError, match="--streams must be numbers from 1 to 16"):
-        _counts(streams)
-    assert _counts("8,4") == [1, 4, 8]
-    assert _counts(None) == []
-
-
-def test_connections_are_those_of_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with pytest.raises(ConfigError, match="set GLOO_SOCKET_IFNAME=eth0"):
-        compare_streams([1, 4], network(1e8))

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
-import os
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,17 +12,10 @@ import torch.distributed as dist
 
 from cli.test_cli import exit_code
 from commands import run_job
-from processes import Spawn
-from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.cli import check
-from thinwire.errors import CommunicationError
-from thinwire.kernels import dispatch
-from thinwire.kernels.triton import launcher, limits
-from thinwire.launch import group_of_one
+from processes import in_each_process
 from thinwire.plan import ParameterSpec
-from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, CheckContext
-from thinwire.selfcheck.device import ALGORITHMS, RANKS, Row, measure
+from thinwire.selfcheck.device import ALGORITHMS, RANKS, measure
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.scheduler import CollectiveScheduler
 
@@ -98,102 +85,30 @@ BREAKING: list[tuple[Callable[..., None], str]] = [
 ]
 
 
-def test_a_check_can_fail(spawn: Spawn) -> None:
-    first, second = spawn(2, _broken)
-    for (breaking, name), mine, theirs in zip(BREAKING, first, second, strict=True):
-        assert bool(mine) == (breaking is not doubled), name
-        assert theirs, name
-
-
-def _broken() -> list[list[str]]:
-    assert dist.get_world_size() == 2
-    found = []
+@in_each_process(2)
+def test_a_check_can_fail() -> None:
     for breaking, name in BREAKING:
         context = CheckContext(torch.device("cpu"))
         with pytest.MonkeyPatch.context() as patch:
             breaking(patch)
             CHECKS[name](context)
-        found.append(context.findings)
-    return found
-
-
-def test_machines_of_several_processes_are_checked_as_attach_uses_them(spawn: Spawn) -> None:
-    for machines, findings in spawn(4, _on_machines):
-        assert machines == (2, 2)
-        assert findings == []
-
-
-def _on_machines() -> tuple[tuple[int, int], list[str]]:
-    launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-    with patch.dict(os.environ, launched, GROUP_RANK=str(dist.get_rank() // 2)):
-        context = CheckContext(torch.device("cpu"))
-        assert context.machines is not None
-        for name in (name for _, name in BREAKING if name != "unlike settings are refused"):
-            CHECKS[name](context)
-    return (context.machines.inter_node.size, context.machines.intra_node.size), context.findings
+        # The mean is wrong on one process only.
+        assert bool(context.findings) == (breaking is not doubled or dist.get_rank() == 1), name
 
 
 SMALL = [tuple(ParameterSpec.of(name, torch.empty(96, 48)) for name in ("up", "down"))]
 
 
-def test_a_device_is_measured(spawn: Spawn) -> None:
-    for page in spawn(2, _measured):
-        assert [row["of"] for row in page["arithmetic"]] == [f"matrix rank {rank}" for rank in RANKS]
-        for row in page["arithmetic"]:
-            assert 0 < max(value for value in row.values() if isinstance(value, float)) < 1e-5
-        assert [row["of"] for row in page["steps"]] == [str(algorithm) for algorithm in ALGORITHMS]
-        assert all(isinstance(row["milliseconds"], float) for row in page["steps"])
-        assert page["failures"] == []
-        assert json.loads(json.dumps(page)) == page
-
-
-def _measured() -> dict[str, list[Row]]:
-    assert dist.get_world_size() == 2
-    return measure(CheckContext(torch.device("cpu")), SMALL)
-
-
-@pytest.mark.parametrize(
-    ("error", "by_torch", "why", "instead"),
-    [
-        # A kernel that does not compile, of a backend that compiles others.
-        (RuntimeError, 1.25, "RuntimeError: no such kernel", "PyTorch's kernels serve, 1.25 ms a step"),
-        (RuntimeError, None, "RuntimeError: no such kernel", "PyTorch's kernels fail, too"),
-        (CommunicationError, 1.25, "CommunicationError: no such kernel", ""),
-    ],
-)
-def test_what_fails_stands_on_the_page_with_what_serves_instead(
-    error: type[Exception],
-    by_torch: float | None,
-    why: str,
-    instead: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """What a part raises takes away that part alone, unless the processes have lost each other."""
-
-    def step(context: CheckContext, buckets: object, algorithm: Algorithm) -> Row:
-        if algorithm != AllReduce():
-            return {"milliseconds": 0.0012}
-        if dispatch.backends == (dispatch.TORCH,) and by_torch is not None:
-            return {"milliseconds": by_torch}
-        raise error("no such kernel\nat line 1")
-
-    monkeypatch.setattr(device_page, "_step", step)
-    before = dispatch.backends
-    with group_of_one():
-        page = measure(CheckContext(torch.device("cpu")), SMALL)
-    is_lost = error is CommunicationError
-    others = [] if is_lost else [str(algorithm) for algorithm in ALGORITHMS[1:]]
-    assert len(page["arithmetic"]) == len(RANKS)
-    assert [row["of"] for row in page["steps"]] == others
-    (failure,) = page["failures"]
-    assert (failure["of"], failure["why"]) == ("steps, AllReduce()", why)
-    assert instead in str(failure["instead"])
-    assert f"steps of AllReduce() failed: {why}" in capsys.readouterr().err
-    lines = check._tables(page).splitlines()
-    assert f"| steps, AllReduce() | {why} | {failure['instead']} |" in lines
-    assert is_lost or "| PowerSGD(matrix_rank=4) | 1.2e-03 |" in lines
-    assert dispatch.backends == before
+@in_each_process(2)
+def test_a_device_is_measured() -> None:
+    page = measure(CheckContext(torch.device("cpu")), SMALL)
+    assert [row["of"] for row in page["arithmetic"]] == [f"matrix rank {rank}" for rank in RANKS]
+    for row in page["arithmetic"]:
+        assert 0 < max(value for value in row.values() if isinstance(value, float)) < 1e-5
+    assert [row["of"] for row in page["steps"]] == [str(algorithm) for algorithm in ALGORITHMS]
+    assert all(isinstance(row["milliseconds"], float) for row in page["steps"])
+    assert page["failures"] == []
+    assert json.loads(json.dumps(page)) == page
 
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040)"
@@ -217,52 +132,3 @@ def test_where_there_is_no_gpu_it_says_why_what_serves_instead_and_what_it_costs
     assert exit_code(monkeypatch, "check", "--device=cuda") == 2
     instead = "the CPU serves, which takes many times as long: --device cpu measures it"
     assert capsys.readouterr().err == f"thinwire: --device cuda finds no GPU: {why}; {instead}\n"
-
-
-def test_what_keeps_tritons_kernels_from_a_gpu_is_told_with_what_it_costs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Such as a driver that does not know what Triton compiles for, or a compiler that is missing."""
-
-    def check_kernel() -> None:
-        raise RuntimeError("PTX was compiled with an unsupported toolchain\nat line 1")
-
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(limits, "installed", lambda: "3.6.0")
-    monkeypatch.setattr(launcher, "check", check_kernel)
-    limits.why_unusable.cache_clear()
-    limits._why_not.cache_clear()
-    told = check._served_by(gpu)
-    limits.why_unusable.cache_clear()
-    limits._why_not.cache_clear()
-    assert told.startswith("NVIDIA A100: thinwire ")
-    why = "Triton 3.6.0 is installed but does not compile (PTX was compiled with an unsupported toolchain)"
-    cost = "20 times as long for 4 bits, and 11 times the launches for low rank"
-    assert told.endswith(f"; {why}: PyTorch's kernels serve, which take {cost}")
-
-
-def test_output_that_can_not_be_written_leaves_the_others_in_peace(spawn: Spawn) -> None:
-    assert spawn(2, _checked_to_a_full_disk) == ["No space left on device", None]
-
-
-class FullDisk(io.StringIO):
-    """A file that can't be written out."""
-
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _checked_to_a_full_disk() -> str | None:
-    assert dist.get_world_size() == 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
-        patch.setattr(check, "CHECKS", {"nothing": lambda context: None})
-        if dist.get_rank() == 0:
-            patch.setattr(sys, "stdout", FullDisk())
-        try:
-            check.check(backend=None, processes=None, as_json=True, device=None)
-        except OSError as error:
-            return error.strerror
-    return None

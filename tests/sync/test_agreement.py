@@ -275,15 +275,3 @@ def test_a_bucket_that_is_new_is_compared_where_parameters_become_known_one_by_o
     engines = [Engine(POWER, transport) for transport in InProcessTransport.group(2)]
     with pytest.raises(AgreementError, match=r"no parameter head\.weight"):
         run_members(2, lambda rank: engines[rank].open(buckets()[rank], torch.device("cpu")))
-
-
-@in_each_process(2)
-def test_parameters_used_in_turn_are_not_compared_again_and_again() -> None:
-    model = new_model()
-    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
-    with patch.object(bucket_plans, "agree") as compared:
-        for number in range(8):
-            shapes = [parameter.shape for parameter in model.parameters()]
-            used = [torch.randn(s) if number >> i & 1 else None for i, s in enumerate(shapes)]
-            aggregator.average(used)
-    assert compared.call_count == 1

@@ -104,11 +104,3 @@ def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_
             made(simulation, 3)
         keep_outer()
     assert sync.steps == 2
-
-
-def test_nothing_is_copied_where_nothing_is_remembered() -> None:
-    simulation = Simulation(Quantize(bits=4), buckets(), num_workers=2)
-    made(simulation, 0)
-    assert simulation.engines[0].state.memory_bytes() == 0
-    made_dry(simulation, [1], keeps=False)
-    assert simulation.syncs[0].steps == 1

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
-from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD, Bucket
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import CombinedWork, InProcessTransport, Message, Recording, Work, run_members
 from thinwire.errors import CommunicationError, StepError
@@ -24,7 +24,8 @@ from thinwire.sync import GradientSync, bucket_plans
 from thinwire.sync.engine import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from toy import AroundTrend
+from thinwire.sync.unused import used_flags
+from thinwire.tensors import accelerators
 
 
 class Noting(InProcessTransport):
@@ -92,7 +93,7 @@ def test_number_order_and_size_of_messages(algorithm: Algorithm, rounds: list[li
         events += [f"send {number}: {size}" for number, size in zip(numbers, sizes, strict=True)]
         events += [f"wait {number}" for number in numbers]
         num_sent += len(sizes)
-    engine = Engine(algorithm, transport, [each for bucket in buckets() for each in bucket])
+    engine = Engine(algorithm, transport, [parameter for bucket in buckets() for parameter in bucket])
     step(engine)
     assert transport.events == events
     assert engine.reporter.stats().messages == num_sent
@@ -101,7 +102,7 @@ def test_number_order_and_size_of_messages(algorithm: Algorithm, rounds: list[li
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
 def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
     transport = noting()
-    healthy, failing = (Engine(PowerSGD(matrix_rank=2), each) for each in (noting(), transport))
+    healthy, failing = (Engine(PowerSGD(matrix_rank=2), one) for one in (noting(), transport))
     for engine in (healthy, failing):
         step(engine)
     transport.fail_at = transport.sent + fail_at
@@ -112,110 +113,47 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
         assert torch.equal(expected, got)
 
 
-def test_steps_over_other_buckets_are_under_way_side_by_side() -> None:
-    """The second starts before the first ends; both are advanced in turn, and give what they give alone."""
-    engines, alone = (
-        [Engine(PowerSGD(matrix_rank=2), transport) for transport in InProcessTransport.group(2)]
-        for _ in range(2)
-    )
+@pytest.mark.parametrize(
+    ("algorithm", "order"),
+    [
+        (
+            Quantize(bits=8),
+            ["all_to_all", "all_to_all", "all_gather", "all_to_all", "all_gather", "all_gather"],
+        ),
+        (PowerSGD(matrix_rank=1), ["all_reduce"] * 4),
+    ],
+    ids=str,
+)
+def test_the_second_message_of_few_bits_leaves_when_the_next_bucket_comes(
+    algorithm: Algorithm, order: list[str]
+) -> None:
+    """Low rank sends those of all buckets as one; results are the same."""
+    layout = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
 
-    def body(rank: int) -> list[torch.Tensor]:
-        engine, flats = engines[rank], random_gradients(buckets(), num_workers=2, seed=0)[rank]
-        steps = []
-        for specs, flat in zip(buckets(), flats, strict=True):
-            steps.append(engine.begin())
-            steps[-1].start(engine.open(specs, flat.device), flat)
-        assert [one.advance() for one in steps] == [True, True]
-        assert [one.advance() for one in steps] == [False, False]
-        assert all(one.is_open for one in steps)
-        assert all(one.finish() for one in steps)
-        return flats
-
-    def one_by_one(rank: int) -> list[torch.Tensor]:
-        flats = random_gradients(buckets(), num_workers=2, seed=0)[rank]
-        for specs, flat in zip(buckets(), flats, strict=True):
-            assert alone[rank].average([(specs, flat)])
-        return flats
-
-    for mine, theirs in zip(run_members(2, body), run_members(2, one_by_one), strict=True):
-        for flat, expected in zip(mine, theirs, strict=True):
-            assert torch.equal(flat, expected)
-    assert engines[0].reporter.stats().steps == 2
-    assert engines[0].reporter.stats().compression_ratio > 5
-
-
-class Pipelined(AroundTrend):
-    """Two rounds, the second as large as the first."""
-
-    pipelines_buckets = True
-
-
-def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_come() -> None:
-    """When a bucket starts, the second round of the one before it is sent; results are the same."""
-    specs = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
-
-    def run(algorithm: Algorithm, *, pipelined: bool) -> list[tuple[list[torch.Tensor], list[str]]]:
+    def averaged(*, pipelined: bool) -> tuple[list[torch.Tensor], list[str]]:
+        """The means of the first member, and what it has sent."""
         recordings = [Recording(transport) for transport in InProcessTransport.group(2)]
 
-        def body(rank: int) -> tuple[list[torch.Tensor], list[str]]:
-            recording = recordings[rank]
-            engine = Engine(algorithm, recording, [each for bucket in specs for each in bucket])
-            for seed in range(2):
-                flats = random_gradients(specs, num_workers=2, seed=seed)[rank]
-                states = [engine.open(bucket, flats[0].device) for bucket in specs]
-                recording.notes.clear()
-                one = engine.begin(pipelined=pipelined)
-                for state, flat in zip(states, flats, strict=True):
-                    one.start(state, flat)
-                assert one.finish()
-            assert engine.reporter.stats().compression_ratio > 3
-            return flats, [
-                f"{note.collective} {note.shape[-1]}" for note in recording.notes if note.dtype == torch.int8
-            ]
+        def body(rank: int) -> list[torch.Tensor]:
+            engine = Engine(
+                algorithm, recordings[rank], [parameter for bucket in layout for parameter in bucket]
+            )
+            flats = random_gradients(layout, num_workers=2, seed=0)[rank]
+            buckets = [engine.open(bucket, flats[0].device) for bucket in layout]
+            recordings[rank].notes.clear()
+            one = engine.begin(pipelined=pipelined)
+            for bucket, flat in zip(buckets, flats, strict=True):
+                one.start(bucket, flat)
+            assert one.finish()
+            assert engine.plan.compression_ratio > 3
+            return flats
 
-        return run_members(2, body)
+        means, _ = run_members(2, body)
+        return means, [note.collective for note in recordings[0].notes]
 
-    there, back = "all_to_all 100", "all_gather 100"
-    for (mine, order), (theirs, plain) in zip(
-        run(Pipelined(), pipelined=True), run(Pipelined(), pipelined=False), strict=True
-    ):
-        assert order == [there, there, back, there, back, back]
-        assert plain == [there, there, there, "all_gather 300"]
-        assert all(map(torch.equal, mine, theirs))
-    assert run(AroundTrend(), pipelined=True)[0][1] == plain
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "is_early"), [(Quantize(bits=8), True), (PowerSGD(matrix_rank=1), False)], ids=str
-)
-def test_without_memory_means_are_written_while_the_last_messages_travel(
-    algorithm: Algorithm, is_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    specs = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
-    flats = [flat.clone() for flat in random_gradients(specs, num_workers=1, seed=0)[0]]
-    before = [flat.clone() for flat in flats]
-    written: list[list[bool]] = []
-
-    def start(message: Message) -> Work:
-        work = engine.metered.transport.start(message)
-
-        def wait() -> None:
-            written.append([not torch.equal(*each) for each in zip(flats, before, strict=True)])
-            work.wait()
-
-        return CombinedWork(wait)
-
-    engine = Engine(algorithm, InProcessTransport.group(1)[0], [each for bucket in specs for each in bucket])
-    monkeypatch.setattr(engine.metered, "start", start)
-    one = engine.begin(pipelined=True)
-    for bucket, flat in zip(specs, flats, strict=True):
-        one.start(engine.open(bucket, flat.device), flat)
-    assert one.advance()
-    # A caller that drops the step here needs its gradients.
-    assert not written[-1][0]
-    assert one.finish()
-    assert written[-1] == [is_early, is_early, False]
-    assert engine.plan.compression_ratio > 3
+    (means, sent), (expected, _) = averaged(pipelined=True), averaged(pipelined=False)
+    assert sent == order
+    assert all(map(torch.equal, means, expected))
 
 
 def test_a_bucket_in_flight_is_not_started_in_another_step() -> None:
@@ -308,21 +246,6 @@ def _of_products() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str) -> None:
-    """Lightning advises torch.set_float32_matmul_precision("high"): TF32 on GPUs. Observers see that."""
-    seen: list[str] = []
-    engine = Engine(PowerSGD(matrix_rank=2), noting(lambda: seen.append(_of_products())))
-    engine.reporter.observers.append(lambda committed: seen.append(torch.get_float32_matmul_precision()))
-    torch.set_float32_matmul_precision(precision)
-    try:
-        step(engine)
-        assert _of_products() == "tf32"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert seen == [*["ieee"] * 3, precision]
-
-
 LEVELS = [(backend, of) for backend in ("cuda", "mkldnn") for of in ("all", "matmul")]
 
 
@@ -407,10 +330,12 @@ def test_the_relative_error_is_the_residual_over_what_was_to_send(
 ) -> None:
     """Under any scaling and number of iterations; and saving, which averages the residual, keeps it."""
     settings = Settings(None if scale is None else (lambda device: torch.tensor(scale)))
-    engines = [Engine(algorithm, each, settings=settings) for each in InProcessTransport.group(2)]
+    engines = [Engine(algorithm, transport, settings=settings) for transport in InProcessTransport.group(2)]
     layout = (spec("weight", 49, 25),)  # a square number of elements
     for seed in range(3):
-        residuals = [each.state.memory[ERROR].get("weight", torch.zeros(49 * 25)).clone() for each in engines]
+        residuals = [
+            engine.state.memory[ERROR].get("weight", torch.zeros(49 * 25)).clone() for engine in engines
+        ]
         gradients = random_gradients([layout], num_workers=2, seed=seed)
         steps = [[(layout, flat.clone().mul_(scale or 1.0))] for (flat,) in gradients]
         assert all(run_members(2, lambda rank: engines[rank].average(steps[rank])))  # noqa: B023 - at once
@@ -424,13 +349,6 @@ def test_the_relative_error_is_the_residual_over_what_was_to_send(
     before_saving = [engine.reporter.stats().relative_error for engine in engines]
     run_members(2, lambda rank: engines[rank].state_dict())
     assert [engine.reporter.stats().relative_error for engine in engines] == before_saving
-
-    def exactly(rank: int) -> bool:
-        GradientSync(engines[rank]).use(AllReduce())
-        return engines[rank].average([(layout, gradients[rank][0])])
-
-    assert all(run_members(2, exactly))
-    assert [engine.reporter.stats().relative_error for engine in engines] == [{}, {}]
 
 
 def test_the_seed_decides_the_first_factors() -> None:
@@ -472,13 +390,12 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
     assert not torch.equal(dict(saved["error"])["weight"], dict(before["error"])["weight"])
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_handle_and_its_stats_are_printed_with_the_ratio_of_what_is_sent(num_workers: int) -> None:
-    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=num_workers)
+def test_a_handle_and_its_stats_are_printed_with_the_ratio_of_what_is_sent() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
     sync = simulation.syncs[-1]
     assert str(sync).endswith("\nso far: no step yet")
     for seed in range(3):
-        gradients = random_gradients(buckets(), num_workers=num_workers, seed=seed)
+        gradients = random_gradients(buckets(), num_workers=2, seed=seed)
         if seed == 1:
             gradients[0][0][0] = torch.nan
         simulation.step(gradients)
@@ -486,13 +403,9 @@ def test_a_handle_and_its_stats_are_printed_with_the_ratio_of_what_is_sent(num_w
     assert stats.compression_ratio > 5
     assert "3 steps, 1 of them not finite" in str(sync)
     assert f"relative error of the last step: {min(stats.relative_error.values()):.2f}" in str(stats)
-    if num_workers == 1:
-        assert lines[0] == "PowerSGD(matrix_rank=2) over this process alone"
-        assert "ratio" not in str(sync) + str(stats)
-    else:
-        assert lines[0] == "PowerSGD(matrix_rank=2) over 2 processes, of which this is 1"
-        assert lines[1].startswith("plan: 3 of 7 parameters compressed, 25,308 bytes per step become 2,572: ")
-        assert "in 9 messages (6 rounds), in place of 75,924 bytes: compression ratio 9.8" in str(stats)
+    assert lines[0] == "PowerSGD(matrix_rank=2) over 2 processes, of which this is 1"
+    assert lines[1].startswith("plan: 3 of 7 parameters compressed, 25,308 bytes per step become 2,572: ")
+    assert "in 9 messages (6 rounds), in place of 75,924 bytes: compression ratio 9.8" in str(stats)
 
 
 # Parts of a model in steps of their own
@@ -507,12 +420,15 @@ IN_TURNS: list[Algorithm] = [
 @pytest.mark.parametrize("algorithm", IN_TURNS, ids=str)
 def test_parts_that_take_turns_are_averaged_as_the_whole_is(algorithm: Algorithm) -> None:
     """A turn is a step of the algorithm's: of its warm-up, its sides and its seeds."""
-    specs, parts = [each for bucket in buckets() for each in bucket], [[bucket] for bucket in buckets()]
+    specs, parts = (
+        [parameter for bucket in buckets() for parameter in bucket],
+        [[bucket] for bucket in buckets()],
+    )
     whole = Engine(algorithm, noting(), specs)
     in_parts = Engine(algorithm, noting(), specs, parts=parts)
     for turn in range(8):
         expected = random_gradients(buckets(), num_workers=1, seed=turn)[0]
-        means = [each.clone() for each in expected]
+        means = [mean.clone() for mean in expected]
         assert whole.average(zip(buckets(), expected, strict=True))
         for bucket, mean in zip(buckets(), means, strict=True):
             assert in_parts.average([(bucket, mean)])
@@ -521,78 +437,34 @@ def test_parts_that_take_turns_are_averaged_as_the_whole_is(algorithm: Algorithm
     assert in_parts.steps == 8 * len(parts) > whole.steps
 
 
-@pytest.mark.parametrize("algorithm", IN_TURNS, ids=str)
-def test_parts_may_be_in_flight_side_by_side(algorithm: Algorithm) -> None:
-    engine = Engine(algorithm, noting(), parts=[[bucket] for bucket in buckets()])
-    sent = [torch.zeros(sum(spec.numel for spec in bucket)) for bucket in buckets()]
-    received = [each.clone() for each in sent]
-    in_flight: list[tuple[int, Any, torch.Tensor]] = []
-    for turn in range(8):
-        gradients = random_gradients(buckets(), num_workers=1, seed=turn)[0]
-        for part, (bucket, gradient) in enumerate(zip(buckets(), gradients, strict=True)):
-            sent[part] += gradient
-            under_way = engine.begin()
-            under_way.start(engine.open(bucket, gradient.device), gradient)
-            in_flight.append((part, under_way, gradient))
-            if len(in_flight) == 2:  # so one of the other part is always under way
-                earlier, ending, mean = in_flight.pop(0)
-                assert ending.finish()
-                received[earlier] += mean
-    for earlier, ending, mean in in_flight:
-        assert ending.finish()
-        received[earlier] += mean
-    errors = engine.state.memory[ERROR]
-    for bucket, total, got in zip(buckets(), sent, received, strict=True):
-        kept = [errors.get(each.name, torch.zeros(each.numel)) for each in bucket]
-        assert (torch.cat(kept) + got - total).abs().max() < 1e-3
-    assert engine.steps == 16
-
-
 def test_buckets_of_models_that_use_other_parameters_in_each_step_are_closed_again() -> None:
     """As with experts, or layers that are dropped. The residual is the parameters', and stays."""
     specs = [spec(f"{number}.weight", 32, 16) for number in range(12)]
-    engines = [Engine(PowerSGD(matrix_rank=1), each, specs) for each in InProcessTransport.group(2)]
-    # The one that is in flight all the time is in nobody's way.
-    alone = (spec("alone", 32, 16),)
-    subsets = [tuple(pair) for pair in combinations(specs, 2)]
+    engine, subsets = Engine(PowerSGD(matrix_rank=1), noting(), specs), [*combinations(specs, 2)]
     assert len(subsets) > 2 * bucket_plans.MAX_IDLE_BUCKETS
-
-    def body(rank: int) -> tuple[bool, list[bool], torch.Tensor]:
-        engine, generator = engines[rank], torch.Generator().manual_seed(rank)
-        engine.agree(torch.device("cpu"))
-        left = {each.name: torch.zeros(each.numel) for each in specs}
-        under_way = engine.start([(alone, torch.randn(512, generator=generator))])
-        first = engine.open(subsets[0], torch.device("cpu"))
-        for subset in [*subsets, subsets[0]]:
-            flat = torch.randn(1024, generator=generator)
-            sent = flat.clone()
-            engine.average([(subset, flat)])
-            for each, given, mean in zip(subset, sent.view(2, 512), flat.view(2, 512), strict=True):
-                left[each.name] += given - mean
-        under_way.finish()
-        assert first is not engine.buckets.open_buckets().get(subsets[0])
-        owed = torch.stack([left[each.name] - engine.state.memory[ERROR][each.name] for each in specs])
-        return first.is_current, [subset in engine.buckets.open_buckets() for subset in subsets], owed
-
-    found = run_members(2, body)
-    is_open = [each for _, each, _ in found]
-    assert is_open[0] == is_open[1]
-    assert sum(is_open[0]) == bucket_plans.MAX_IDLE_BUCKETS  # beside the bucket of the last step
-    assert is_open[0][0]
-    assert is_open[0][-1]
-    assert not any(is_current for is_current, _, _ in found)
-    # What both have got, and still owe, is what they have given.
-    assert (found[0][2] + found[1][2]).abs().max() < 1e-4
-    assert engines[0].reporter.counts().compression_ratio > 5
+    missing = {parameter.name: torch.zeros(parameter.numel) for parameter in specs}
+    first = engine.open(subsets[0], torch.device("cpu"))
+    for seed, subset in enumerate([*subsets, subsets[0]]):
+        ((flat,),) = random_gradients([subset], num_workers=1, seed=seed)
+        sent = flat.clone()
+        assert engine.average([(subset, flat)])
+        for parameter, given, mean in zip(subset, sent.view(2, 512), flat.view(2, 512), strict=True):
+            missing[parameter.name] += given - mean
+    open_buckets = engine.buckets.open_buckets()
+    # And that of the last step.
+    assert sum(subset in open_buckets for subset in subsets) == bucket_plans.MAX_IDLE_BUCKETS + 1
+    assert open_buckets[subsets[0]] is not first
+    assert not first.is_current
+    for name, owed in engine.state.memory[ERROR].items():
+        torch.testing.assert_close(owed, missing[name], rtol=1e-4, atol=1e-4)
+    assert engine.plan.compression_ratio > 5
 
 
-def test_the_plan_is_made_once_and_not_in_every_step() -> None:
-    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=1)
-    before = simulation.syncs[0].plan
-    simulation.step(random_gradients(buckets(), num_workers=1, seed=0))
-    plan = simulation.syncs[0].plan
-    assert {route.label for route in plan.routes} == {route.label for route in before.routes}
-    simulation.step(random_gradients(buckets(), num_workers=1, seed=1))
-    assert simulation.syncs[0].plan is plan
-    simulation.syncs[0].use(PowerSGD(matrix_rank=1))
-    assert simulation.syncs[0].plan.message_bytes < plan.message_bytes
+def test_a_parameter_whose_gradient_is_not_all_zeros_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"zeros": 300, "last": 300, "empty": 0, "nan": 1, "tiny": 3}
+    bucket = Bucket(tuple(spec(name, size) for name, size in sizes.items()), torch.zeros(604))
+    _, last, _, nan, tiny = bucket.gradients
+    last[299], nan[0], tiny[1] = -2.0, torch.nan, 1e-30
+    for is_accelerator in (False, True):
+        monkeypatch.setattr(accelerators, "is_accelerator", lambda device, found=is_accelerator: found)
+        assert used_flags(bucket).tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]

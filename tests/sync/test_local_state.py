@@ -27,7 +27,7 @@ POWER = PowerSGD(matrix_rank=1, min_compression_ratio=1)
 FED_BACK = Quantize(bits=2, error_feedback=True)
 WHOLE_BUCKETS = BatchedPowerSGD(matrix_rank=1)
 ENTRIES = TopK(density=1 / 100, error_decay=1, merge="members")
-TOGETHER = [tuple(each for bucket in buckets() for each in bucket)]
+TOGETHER = [tuple(parameter for bucket in buckets() for parameter in bucket)]
 CROSSWISE = ((0, 2), (1, 3))
 
 
@@ -43,8 +43,8 @@ def crosswise(algorithm: Algorithm) -> Simulation:
         zip([rank for row in CROSSWISE for rank in row], Machines.in_process(2, 2), strict=True)
     )
     simulation.engines = [
-        Engine(algorithm, each.transport, each.specs, machines=replace(by_machine[rank], rows=CROSSWISE))
-        for rank, each in enumerate(simulation.engines)
+        Engine(algorithm, engine.transport, engine.specs, machines=replace(by_machine[rank], rows=CROSSWISE))
+        for rank, engine in enumerate(simulation.engines)
     ]
     simulation.syncs = [GradientSync(engine) for engine in simulation.engines]
     return simulation
@@ -72,7 +72,7 @@ def run(simulation: Simulation, steps: range) -> tuple[Tensor, Tensor]:
         gradients = random_gradients(simulation.buckets, num_workers=4, seed=step)
         true = true + torch.cat(true_means(gradients))
         assert simulation.step(gradients)
-        sent = sent + torch.cat([each.double() for each in gradients[0]])
+        sent = sent + torch.cat([mean.double() for mean in gradients[0]])
     return sent, true
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
@@ -23,7 +22,7 @@ from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
-from training import are_alike, error_of, flat
+from training import are_alike, batch_of, ddp_of, error_of, flat, new_model
 
 POWER = PowerSGD(matrix_rank=2)
 BAD = 1  # the step, or the batch, that is not finite on one worker
@@ -113,18 +112,8 @@ def test_what_a_narrower_type_makes_of_a_finite_mean_counts() -> None:
 # On real processes, through every adapter.
 
 
-def new_model() -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
-
-
-def new_ddp_model() -> DistributedDataParallel:
-    return DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
-
-
 def loss_of(model: nn.Module, step: int, *, overflows: bool = False) -> Tensor:
-    torch.manual_seed(1000 * step + dist.get_rank())
-    loss: Tensor = model(torch.randn(8, 64)).square().mean()
+    loss: Tensor = model(batch_of(step)).square().mean()
     return loss * torch.inf if overflows and dist.get_rank() == 1 else loss
 
 
@@ -132,19 +121,19 @@ Averageable = tuple[nn.Module, Callable[[], object], LocalSGD | None]
 
 
 def attached(on_nonfinite: Any, algorithm: Algorithm = POWER) -> Averageable:
-    model = new_ddp_model()
+    model = ddp_of()
     thinwire.attach(model, algorithm, on_nonfinite=on_nonfinite)
     return model, torch.optim.SGD(model.parameters(), lr=0.05).step, None
 
 
 def hooked(state: object, hook: Any) -> Averageable:
-    model = new_ddp_model()
+    model = ddp_of()
     model.register_comm_hook(state, hook)
     return model, torch.optim.SGD(model.parameters(), lr=0.05).step, None
 
 
 def by_local_sgd(on_nonfinite: Any) -> Averageable:
-    model = new_ddp_model()
+    model = ddp_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     local = LocalSGD(model, optimizer, every_steps=50, warmup=thinwire.Warmup(100, on_nonfinite=on_nonfinite))
     return model, optimizer.step, local
@@ -227,7 +216,7 @@ def unit_scale() -> float:
 def test_it_is_said_once_where_no_scaler_is_known(
     on_nonfinite: Any, scaler: Any, host_check: bool, said: str | None
 ) -> None:
-    model = new_ddp_model()
+    model = ddp_of()
     sync = thinwire.attach(model, POWER, grad_scaler=scaler, host_check=host_check, on_nonfinite=on_nonfinite)
     with patch("thinwire.sync.reporter.logger.warning") as warning:
         for step in range(4):
@@ -254,7 +243,7 @@ def test_a_choice_is_one_of_three_and_a_scaler_must_see_what_is_not_finite(choic
 
 @in_each_process(2)
 def test_what_would_not_reach_all_or_have_no_effect_is_refused() -> None:
-    plain, model, group = new_model(), new_ddp_model(), dist.group.WORLD
+    plain, model, group = new_model(), ddp_of(), dist.group.WORLD
 
     def local(model: nn.Module, on_nonfinite: Any, **settings: Any) -> LocalSGD:
         optimizer, warmup = torch.optim.SGD(model.parameters()), thinwire.Warmup(on_nonfinite=on_nonfinite)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +15,12 @@ from torch.amp.grad_scaler import GradScaler
 
 import thinwire
 from processes import in_each_process
-from sync.test_nonfinite import loss_of, new_ddp_model, new_model
+from sync.test_nonfinite import loss_of
 from thinwire import ConfigError, PowerSGD, hooks
 from thinwire import powersgd as epfl
 from thinwire.sync.settings import loss_scale_of
 from thinwire.sync.stats import Stats
-from training import flat
+from training import ddp_of, flat, new_model
 
 POWER = PowerSGD(matrix_rank=2)
 STEPS = 10
@@ -39,13 +38,13 @@ Averageable = tuple[nn.Module, Any, Callable[[Tensor], None]]
 
 
 def by_attach(scaler: GradScaler, *, host_check: bool = True) -> Averageable:
-    ddp_model = new_ddp_model()
+    ddp_model = ddp_of()
     sync = thinwire.attach(ddp_model, POWER, grad_scaler=scaler, host_check=host_check)
     return ddp_model, sync, scaled_step(ddp_model, scaler)
 
 
 def by_hook_told_the_scale(scaler: GradScaler) -> Averageable:
-    ddp_model = new_ddp_model()
+    ddp_model = ddp_of()
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=scaler.get_scale)
     ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
     return ddp_model, state, scaled_step(ddp_model, scaler)
@@ -132,7 +131,7 @@ def trained(adapter: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Tr
 def test_a_scale_that_jumps_by_any_factor_changes_no_unscaled_result() -> None:
     results = []
     for scale, jump in ((1.0, 1.0), (512.0, 0.3), (512.0, 1000.0)):
-        model, scales = new_ddp_model(), [scale]
+        model, scales = ddp_of(), [scale]
         thinwire.attach(model, POWER, grad_scaler=lambda scales=scales: scales[0])  # type: ignore[misc]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(8):
@@ -177,18 +176,3 @@ def test_a_scale_that_is_none_is_refused(bad: Any) -> None:
     assert scale is not None
     with pytest.raises(ConfigError, match="must return a number above 0 within fp32"):
         scale(torch.device("cpu"))
-
-
-@in_each_process(2)
-def test_a_copied_state_has_the_same_scale() -> None:
-    state = hooks.PowerSGDState(None, start_powerSGD_iter=0, grad_scaler=lambda: 4.0)
-    errors = []
-    for given, scale in (
-        (copy.deepcopy(state), 4.0),
-        (hooks.PowerSGDState(None, start_powerSGD_iter=0), 1.0),
-    ):
-        model = new_ddp_model()
-        model.register_comm_hook(given, hooks.powerSGD_hook)
-        torch.autograd.backward(scale * loss_of(model, 0))
-        errors.append(dict(given.state_dict()["error"]))
-    assert all(owed.any() and torch.equal(owed, errors[1][name]) for name, owed in errors[0].items())

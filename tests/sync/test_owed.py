@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from catalog import random_gradients, spec
-from thinwire import AllReduce, Cast, PowerSGD
+from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
@@ -61,6 +61,7 @@ def switch(simulation: Simulation, algorithm: Algorithm) -> None:
         (PowerSGD(error_feedback=False), torch.float32),
         (BatchedPowerSGD(error_feedback=False), torch.bfloat16),
         (PowerSGD(matrix_rank=2, warmup_steps=1_000), torch.float32),
+        (Quantize(bits=2), torch.float32),
     ],
     ids=str,
 )

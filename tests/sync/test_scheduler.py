@@ -51,31 +51,6 @@ def sent(notes: Sequence[Note]) -> list[tuple[str, torch.dtype, tuple[int, ...]]
     return [(note.collective, note.dtype, note.shape) for note in notes]
 
 
-def test_first_rounds_are_sent_as_buckets_come_and_later_ones_of_all_buckets_as_one() -> None:
-    members = InProcessTransport.group(3)
-
-    def bucket(rank: int, numel: int, answers: list[list[float]]) -> Requests:
-        first = yield Mean(torch.full((numel,), float(rank)))
-        second = yield Mean(first[:2] + rank)
-        yield healthy()
-        answers.append([*first.tolist(), *second.tolist()])
-
-    def body(rank: int) -> tuple[list[list[float]], list[Note]]:
-        recording, answers = Recording(members[rank]), list[list[float]]()
-        driven([bucket(rank, 3, answers), bucket(rank, 4, answers)], recording)
-        return answers, recording.notes
-
-    for answers, notes in run_members(3, body):
-        assert answers == [[1.0] * 3 + [2.0] * 2, [1.0] * 4 + [2.0] * 2]
-        mean = ("all_reduce", torch.float32)
-        assert sent(notes) == [(*mean, (3,)), (*mean, (4,)), (*mean, (4,))]
-        assert [note.purpose for note in notes] == [
-            "step 0, round 1 of the bucket of first",
-            "step 0, round 1 of the bucket of second",
-            "step 0, round 2 of all buckets",
-        ]
-
-
 def test_messages_travel_together_by_operation_type_and_device() -> None:
     """Several at once, of several buckets; every answer reaches who has asked, in order."""
     members = InProcessTransport.group(2)
@@ -172,20 +147,6 @@ def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> 
     assert calls == [[1, 3], [2, 6], [2], [4]]
 
 
-def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
-    """The next one is not there yet."""
-    calls: list[list[int]] = []
-    counted = noting(calls, int)
-
-    def bucket() -> Requests:
-        yield Jointly(counted, [1, 2])
-        yield Mean(torch.zeros(1))
-        yield healthy()
-
-    driven([bucket(), bucket()], alone())
-    assert calls == [[1, 2], [1, 2]]
-
-
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_closing_requests_travel_with_the_second_round_and_commit_last(rounds: int) -> None:
     """In the type of the means that are sent anyway; in their own where none is."""
@@ -237,64 +198,31 @@ def asks(request: Any) -> Requests:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "integers": (
-        lambda: asks(Mean(torch.zeros(2, dtype=torch.int64))),
-        r"Mean of torch\.int64, expected a floating type",
-    ),
-    "every second": (
-        lambda: asks(Mean(torch.zeros(8)[::2])),
-        r"asks has asked for Mean of strides \(2,\), expected a contiguous tensor; send tensor",
-    ),
-    "matrix": (
-        lambda: asks(Mean(torch.zeros(2, 3))),
-        r"Mean of shape \(2, 3\), expected a flat tensor; send tensor",
-    ),
-    "matrix to gather": (
-        lambda: asks(AllGather(torch.zeros(2, 3))),
-        r"AllGather of shape \(2, 3\), expected a flat tensor",
-    ),
-    "rows": (
-        lambda: asks(AllToAll(torch.zeros(3, 4))),
-        r"AllToAll of shape \(3, 4\), expected a row for each of the 1 members",
-    ),
-    "unknown": (
-        lambda: asks("all of it"),
-        r"asked for 'all of it', expected Mean, AllGather or AllToAll.*Jointly or Commit",
-    ),
-    "sparse": (
-        lambda: asks(AllGather(torch.zeros(2).to_sparse())),
-        r"AllGather of torch\.sparse_coo, expected a dense tensor",
-    ),
+    "integers": (lambda: asks(Mean(torch.zeros(2, dtype=torch.int64))), "expected a floating type"),
+    "every second": (lambda: asks(Mean(torch.zeros(8)[::2])), "expected a contiguous tensor; send tensor"),
+    "matrix": (lambda: asks(Mean(torch.zeros(2, 3))), "expected a flat tensor; send tensor"),
+    "matrix to gather": (lambda: asks(AllGather(torch.zeros(2, 3))), "expected a flat tensor"),
+    "rows": (lambda: asks(AllToAll(torch.zeros(3, 4))), "expected a row for each of the 1 members"),
+    "unknown": (lambda: asks("all of it"), "'all of it', expected Mean, AllGather or AllToAll"),
+    "sparse": (lambda: asks(AllGather(torch.zeros(2).to_sparse())), "expected a dense tensor"),
     "a list": (lambda: asks(AllGather([1.0])), "AllGather of list, expected a dense tensor"),  # type: ignore[arg-type]
-    "no generator": (lambda: None, "has returned NoneType, expected a generator; yield each request"),
-    "no function": (
-        lambda: (yield Commit(torch.tensor(True))),  # type: ignore[arg-type]
-        r"Commit takes a function, got Tensor; write Commit\(lambda: all_finite",
-    ),
+    "no generator": (lambda: None, "NoneType, expected a generator; yield each request"),
+    "no function": (lambda: (yield Commit(torch.tensor(True))), "Commit takes a function, got Tensor"),  # type: ignore[arg-type]
     "gate in a tuple": (
         lambda: asks((Mean(torch.zeros(1)), healthy())),
-        r"asked for Commit\(.*expected Mean, AllGather or AllToAll, of which several",
+        r"asked for Commit\(.*expected Mean",
     ),
     "too few results": (
         lambda: asks(Jointly(lambda items: items[1:], [1, 2])),
-        "has returned 1 results, expected one for each of its 2 items",
+        "one for each of its 2 items",
     ),
-    "no commit": (
-        lambda: asks(AllGather(torch.zeros(0))),
-        "has ended without Commit, expected it as the last",
-    ),
+    "no commit": (lambda: asks(AllGather(torch.zeros(0))), "has ended without Commit"),
     "a bool": (lambda: asks(Commit(lambda: True)), "returned bool, expected a tensor of one"),  # type: ignore[arg-type, return-value]
-    "two bools": (
-        lambda: asks(Commit(lambda: torch.tensor([True, False]))),
-        r"has returned torch\.bool of shape \(2,\), expected a tensor of one bool",
-    ),
-    "a number": (
-        lambda: asks(Commit(lambda: torch.tensor(1.0))),
-        r"has returned torch\.float32 of shape \(\), expected a tensor of one bool",
-    ),
-    "a request behind the gate": (
+    "two bools": (lambda: asks(Commit(lambda: torch.tensor([True, False]))), "expected a tensor of one bool"),
+    "a number": (lambda: asks(Commit(lambda: torch.tensor(1.0))), "expected a tensor of one bool"),
+    "behind the gate": (
         lambda: (request for request in (healthy(), Mean(torch.zeros(1)))),
-        r"asked for Mean\(.* behind its Commit, expected its end",
+        "behind its Commit",
     ),
 }
 

@@ -16,12 +16,12 @@ from catalog import buckets, random_gradients, spec
 from sync.test_local_state import damaged
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory, Slot
-from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, Recording
+from thinwire.comm import InProcessTransport
 from thinwire.comm.in_process import run_members
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError, StateError
+from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, algorithm_state
 
@@ -83,31 +83,19 @@ def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: d
     assert engine.state_dict()["parameters"] == state["parameters"]
 
 
-def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
+def test_a_channels_last_parameter_resumes_from_its_logical_shape() -> None:
+    """The properties of `algorithms/test_properties.py` say that what is saved is in the logical order."""
     weight = torch.empty(8, 6, 3, 3).to(memory_format=torch.channels_last)
-    plain = spec("conv", 8, 6, 3, 3)
-    strided = type(plain).of("conv", weight)
-    assert strided.matrix_shape == plain.matrix_shape == (8, 54)
-    generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(8, 1, 1, 1, generator=generator) * torch.randn(6, 3, 3, generator=generator)
-    gradient = 9 * direction + torch.randn(8, 6, 3, 3, generator=generator)
-    in_memory_order = gradient.to(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1)
-    algorithm = PowerSGD(matrix_rank=1)
-    errors = []
-    for each, flat in ((plain, gradient.reshape(-1).clone()), (strided, in_memory_order.clone())):
-        simulation = Simulation(algorithm, [(each,)], num_workers=1)
-        for _ in range(30):  # to convergence: the first factor is random in the order of memory
-            simulation.engines[0].state.memory[ERROR].clear()
-            simulation.step([[flat.clone()]])
-        saved = simulation.state_dicts()[0]
-        errors.append(dict(saved["error"])["conv"])
-        resumed = Simulation(algorithm, [(each,)], num_workers=1)
-        resumed.syncs[0].load_state_dict(saved)
-        results = [[[flat.clone()]] for _ in range(2)]
-        assert simulation.step(results[0])
-        assert resumed.step(results[1])
-        assert torch.equal(results[0][0][0], results[1][0][0])
-    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=1e-3)
+    layout = [(ParameterSpec.of("conv", weight),)]
+    straight, resumed = (Simulation(PowerSGD(matrix_rank=1), layout, num_workers=1) for _ in range(2))
+    straight.step(random_gradients(layout, num_workers=1, seed=0))
+    saved = straight.state_dicts()[0]
+    resumed.syncs[0].load_state_dict(saved)
+    assert dict(saved["error"])["conv"].shape == (8, 6, 3, 3)
+    ((mine,),), ((theirs,),) = (random_gradients(layout, num_workers=1, seed=1) for _ in range(2))
+    assert straight.step([[mine]])
+    assert resumed.step([[theirs]])
+    assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -120,8 +108,8 @@ def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
     resumed = loaded(first, num_workers)
     for state in resumed.state_dicts():
         assert_same_state(state, first)
-    for each in (simulation, resumed):
-        each.step(random_gradients(buckets(), num_workers=num_workers, seed=7))
+    for trained_on in (simulation, resumed):
+        trained_on.step(random_gradients(buckets(), num_workers=num_workers, seed=7))
     after = simulation.state_dicts()[0]
     assert not torch.equal(after["error"][0][1], first["error"][0][1])
     assert_same_state(after, resumed.state_dicts()[0])
@@ -162,25 +150,24 @@ def meant(**values: Any) -> Change:
     return lambda state: state.update(values)
 
 
+def without_scale(state: dict[str, Any]) -> None:
+    state["parameters"] = [(name, shape) for name, shape in state["parameters"] if name != "scale"]
+
+
+OTHER, OF_A_BUCKET = (("enc.weight", (3, 4)),), "head.weight … body.weight"
 BAD: dict[str, tuple[Change, str]] = {
     "not a mapping": (lambda s: [1, 2], "made by state_dict.*list"),
     "a key too few": (lambda s: s.pop("slots") and None, "made by state_dict"),
     "a slot too few": (lambda s: s.pop("error") and None, "can't be read.*'error'"),
     "a later version": (meant(version=6), "version 6"),
     "an earlier version": (meant(version=3), "version 3.*reads version 5"),
-    "parameters of another shape": (
-        put("parameters", "head.bias", [3]),
-        r"head.bias has shape \(3,\) in the state and \(64,\) in the model",
-    ),
-    "parameters of another model": (
-        meant(parameters=(("enc.weight", (3, 4)),), error=(), factor=()),
-        "not train enc.weight, and the state has no body.weight, conv.weight, empty, head.bias and 3 more",
+    "another shape of a parameter": (put("parameters", "head.bias", [3]), r"head.bias has shape \(3,\)"),
+    "another model": (
+        meant(parameters=OTHER, error=(), factor=()),
+        "not train enc.weight, and the state has no",
     ),
     "a parameter more": (put("parameters", "new.bias", (3,)), "this one does not train new.bias;"),
-    "a parameter less": (
-        lambda s: s.update(parameters=[p for p in s["parameters"] if p[0] != "scale"]),
-        "different model: the state has no scale;.*strict=False",
-    ),
+    "a parameter less": (without_scale, "different model: the state has no scale;.*strict=False"),
     "parameters that are no pairs": (meant(parameters=["a"]), "can't be read"),
     "parameters without shapes": (put("parameters", "scale", 3), "can't be read.*not iterable"),
     "a negative step": (meant(step=-1), "step.*-1"),
@@ -191,22 +178,16 @@ BAD: dict[str, tuple[Change, str]] = {
     "an error without values": (error(torch.zeros(64, 32, device="meta")), "can't be read.*meta"),
     "an error too many": (put("error", "stranger", torch.ones(2)), "stranger"),
     "another shape": (error(torch.ones(32, 64)), r"\(32, 64\).*\(64, 32\)"),
-    "an error that is not finite": (
-        error(torch.full((64, 32), torch.nan)),
-        "error of head.weight is not finite",
-    ),
-    "a factor that is not finite": (
-        factor(torch.full((2, 32), torch.inf)),
-        "factor of head.weight is not finite",
-    ),
+    "an error of NaN": (error(torch.full((64, 32), torch.nan)), "error of head.weight is not finite"),
+    "an infinite factor": (factor(torch.full((2, 32), torch.inf)), "factor of head.weight is not finite"),
     "a factor of another bucket": (
         put("factor", "head.weight … tail", torch.ones(2, 64)),
-        "factor of head.weight … tail",
+        "head.weight … tail",
     ),
     "a factor of three dimensions": (factor(torch.ones(1, 2, 3)), r"factor of head.weight.*\(1, 2, 3\)"),
     "a factor of another width": (factor(torch.ones(2, 33)), r"shape \(2, 33\)"),
     "a bucket's factor that is too wide": (
-        put("factor", "head.weight … body.weight", torch.ones(1, 5_000)),
+        put("factor", OF_A_BUCKET, torch.ones(1, 5_000)),
         r"shape \(1, 5000\)",
     ),
 }
@@ -255,33 +236,6 @@ def test_any_damage_is_refused_in_words_or_loads(state: dict[str, Any]) -> None:
         else:
             simulation.syncs[0].load_state_dict(state)
     assert refused > 50
-
-
-@pytest.mark.parametrize("limit_bytes", [1, 17_000, 1 << 20], ids="at most {}".format)
-def test_the_residual_is_averaged_in_messages_of_a_limited_size(
-    limit_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hundreds of parameters are not as many messages, nor a second residual on the device."""
-    monkeypatch.setattr(algorithm_state, "MEAN_BYTES", limit_bytes)
-    simulation = trained()
-    own = [dict(engine.state.memory[ERROR]) for engine in simulation.engines]
-    expected = {name: (own[0][name] / 2 + own[1][name] / 2) for name in own[0]}
-    recordings = []
-    for engine in simulation.engines:
-        recording = engine.state.inter_node = Recording(engine.inter_node)
-        recordings.append(recording)
-    saved, _ = simulation.state_dicts()
-    assert {name: tensor.flatten() for name, tensor in saved["error"]}.keys() == expected.keys()
-    for name, tensor in saved["error"]:
-        assert torch.equal(tensor.flatten(), expected[name]), name
-        for engine in simulation.engines:
-            assert torch.equal(engine.state.memory[ERROR][name], expected[name]), name
-    sizes = {name: tensor.nbytes for name, tensor in expected.items()}
-    for recording in recordings:
-        sent = [note.handed_bytes for note in recording.notes if "error from" in note.purpose]
-        assert sum(sent) == sum(sizes.values())
-        assert all(size <= limit_bytes or size in sizes.values() for size in sent)
-        assert len(sent) == {1: len(sizes), 17_000: 2, 1 << 20: 1}[limit_bytes]
 
 
 def test_a_message_that_fails_leaves_every_slot_as_it_was() -> None:

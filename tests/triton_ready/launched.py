@@ -1,14 +1,18 @@
 """Launch kernels as on a GPU, but for the launch itself: Triton specialises and compiles what it is given.
 
-A process of its own: where Triton's interpreter is on, nothing can be compiled. Warnings are errors.
+A process of its own, which prints what became of them as JSON: where Triton's interpreter is on, nothing can
+be compiled. Warnings are errors.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import tempfile
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -29,7 +33,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
 from thinwire.tensors import accelerators
 
-__all__ = ["Driver", "driver", "triton"]
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Driver:
@@ -54,7 +58,7 @@ class Driver:
 class Compiling:
     """Stands for a kernel: compiles what would be launched."""
 
-    compiled: ClassVar[set[str]] = set()
+    compiled: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __init__(self, kernel: Any, name: str) -> None:
         self._kernel, self._name = kernel, name
@@ -62,9 +66,26 @@ class Compiling:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **constants: Any) -> None:
             found = self._kernel.warmup(*arguments, grid=grid, **constants)
-            Compiling.compiled.add(f"{self._name} {found.hash}")
+            if found.hash not in Compiling.compiled:
+                ptx = found.asm["ptx"]
+                Compiling.compiled[found.hash] = {
+                    "kernel": self._name.partition(".")[2],
+                    "constants": {name: constants.get(name) for name in ("ALIGNED", "BITS", "G", "R")},
+                    "spilled": put_aside(found.asm["cubin"]),
+                    "shared": found.metadata.shared,
+                    "wide": ptx.count("ld.global.v4") + ptx.count(".v4.b32") + ptx.count("0x10, "),
+                }
 
         return launch
+
+
+def put_aside(cubin: bytes) -> int:
+    """Count the stores to a thread's own memory in what the GPU would get."""
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder, "kernel.cubin")).write_bytes(cubin)
+        told = subprocess.run([CUOBJDUMP, "-sass", path], capture_output=True, text=True, check=True).stdout
+    assert " EXIT" in told
+    return told.count(" STL")
 
 
 def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **settings: Any) -> None:
@@ -76,7 +97,7 @@ def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **s
     assert engine.reporter.counts().compression_ratio > 1
 
 
-def main(architecture: int, ranks: list[int]) -> None:
+def main(architecture: int, ranks: list[int], all_bits: list[int]) -> None:
     original = launcher._function
     driver.set_active(Driver(architecture))
     scaled: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(2.0)}
@@ -95,10 +116,12 @@ def main(architecture: int, ranks: list[int]) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for columns in (240, 239):
                 average(TopK(density=1 / 30), dtype, columns=columns, **scaled)
-                average(Quantize(bits=4), dtype, columns=columns)
-            average(Quantize(bits=4, error_feedback=True, rounding="stochastic"), dtype, **scaled)
-    print(json.dumps(sorted(Compiling.compiled)))
+                for bits in all_bits:
+                    average(Quantize(bits=bits), dtype, columns=columns)
+            for bits in all_bits:
+                average(Quantize(bits=bits, error_feedback=True, rounding="stochastic"), dtype, **scaled)
+    print(json.dumps(list(Compiling.compiled.values())))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(int(sys.argv[1]), *map(json.loads, sys.argv[2:]))

@@ -21,7 +21,7 @@ pytestmark = quiet
 
 QUICK = {8, 5, 4, 1}
 every_bits = pytest.mark.parametrize(
-    "bits", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in CODEBOOKS]
+    "bits", [bits if bits in QUICK else pytest.param(bits, marks=pytest.mark.long) for bits in CODEBOOKS]
 )
 SHORT = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
 WHOLE = Blocks((144, 288), 144, 2)
@@ -63,14 +63,14 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
 
     sent = [PYTORCH.encoded(numbers(blocks, seed), blocks, codebook, None) for seed in range(3)]
     # Between those of other buckets, as several buckets' messages travel.
-    rows = torch.stack([each.message[1] for each in sent])
+    rows = torch.stack([coded.message[1] for coded in sent])
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
     received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], blocks.share)
     lost = [torch.empty(own.stop - own.start, blocks.block) for _ in range(2)]
     of_own = None if draws is None else draws.of(own)
     means = [
-        kernels.averaged(MeanArgs(received, blocks, own, codebook, of_own, each, torch.float32))
-        for kernels, each in zip((TRITON, PYTORCH), lost, strict=True)
+        kernels.averaged(MeanArgs(received, blocks, own, codebook, of_own, remainder, torch.float32))
+        for kernels, remainder in zip((TRITON, PYTORCH), lost, strict=True)
     ]
     assert are_equal(*means)
     assert torch.equal(*lost)
@@ -99,7 +99,7 @@ def test_what_is_not_finite_or_too_small_ends_as_with_pytorch(bits: int, value: 
         kernels.decode(coded, blocks, codebook, found[-1])
         assert coded.scales[0].isfinite().tolist() == [math.isfinite(value), True]
     assert found[0][:64].isnan().all() == (not math.isfinite(value))
-    assert torch.equal(*[each.nan_to_num(7.0) for each in found])
+    assert torch.equal(*[flat.nan_to_num(7.0) for flat in found])
 
 
 def test_the_longest_blocks() -> None:
@@ -121,6 +121,6 @@ def test_every_number_around_a_middle_or_a_level_has_pytorchs_code() -> None:
     rows[:, 0] = 1127
     blocks = Blocks((rows.numel(),), 64, 1)
     for draws in (None, draws_of(blocks)):
-        found = [each.encoded(rows.view(-1), blocks, CODEBOOKS[4], draws) for each in (TRITON, PYTORCH)]
+        found = [kernels.encoded(rows.view(-1), blocks, CODEBOOKS[4], draws) for kernels in (TRITON, PYTORCH)]
         assert are_equal(*found)
         assert (found[0].scales == 1).all()

@@ -43,7 +43,7 @@ def layout(dtype: torch.dtype, *, odd: bool) -> list[tuple[Any, ...]]:
 def gradients_of(specs: list[tuple[Any, ...]], seed: int) -> list[list[torch.Tensor]]:
     """Gradients without two of one magnitude, of which any may be sent; but some chunks begin as zeros."""
     draws, dtype = torch.Generator().manual_seed(seed), specs[0][0].dtype
-    numel = sum(each.numel for each in specs[0])
+    numel = sum(parameter.numel for parameter in specs[0])
     given = []
     for member in range(3):
         bits, half = (torch.int32, 0x3F000000) if dtype.itemsize == 4 else (torch.int16, HALVES[dtype])
@@ -65,7 +65,7 @@ def run(algorithm: TopK, specs: list[tuple[Any, ...]], **settings: Any) -> list[
         simulation.step(given)
         found += [flat for of_worker in given for flat in of_worker]
         for engine in simulation.engines:
-            found += [engine.state.memory[ERROR][each.name].clone() for each in specs[0]]
+            found += [engine.state.memory[ERROR][parameter.name].clone() for parameter in specs[0]]
     assert found[0].count_nonzero() > 20
     errors = simulation.syncs[0].stats().error_norm
     return [*found, torch.tensor(list(errors.values()))]

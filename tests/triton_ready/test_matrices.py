@@ -55,7 +55,7 @@ def test_a_matrix_is_computed_alike_whatever_else_is_in_its_bucket() -> None:
     draw = Drawing()
     shapes = ((20, 32, 2), (17, 32, 17), (10, 7, 2))
     groups = [MatrixGroup([str(rank)], [draw(rows, columns)], [None], rank) for rows, columns, rank in shapes]
-    rights, lefts = ([draw(1, each[2], each[side]) for each in shapes] for side in (1, 0))
+    rights, lefts = ([draw(1, shape[2], shape[side]) for shape in shapes] for side in (1, 0))
     for compute, factors in ((TRITON.products, rights), (TRITON.projections, lefts)):
         (alone,) = compute(asked(groups[:1], factors[:1], None, add_error=False))
         beside, *_ = compute(asked(groups, factors, None, add_error=False))
@@ -94,8 +94,8 @@ def test_bases_are_those_of_pytorch(matrix_rank: int, length: int) -> None:
     for instead in ([None, None], drawn):
         given = [[batch.clone() for batch in batches] for _ in range(2)]
         found, expected = (
-            kernels.orthonormal_rows([Rows(*pair) for pair in zip(each, instead, strict=True)])
-            for kernels, each in zip((TRITON, PYTORCH), given, strict=True)
+            kernels.orthonormal_rows([Rows(*pair) for pair in zip(copies, instead, strict=True)])
+            for kernels, copies in zip((TRITON, PYTORCH), given, strict=True)
         )
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
