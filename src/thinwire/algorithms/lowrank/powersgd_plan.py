@@ -283,9 +283,9 @@ class PowerSGDPlan(LowRankPlan):
         start: Sequence[torch.Tensor],
         is_healthy: torch.Tensor | None,
     ) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-        """Return (place in memory, new value, True) for the new state: True keeps the old in a bad step.
+        """Return (target in memory, new value, `stays`) for each tensor of the new state.
 
-        In a step that is not healthy, memory keeps the bases that the step started from, too.
+        In a step that is not healthy, memory also keeps the bases that the step started from.
         """
         places = []
         for slot, batches in new.items():
