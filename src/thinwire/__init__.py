@@ -10,7 +10,7 @@ from importlib import import_module
 
 from thinwire.version import __version__
 
-# Without the module `typing`: every Python process under `thinwire attach` imports this one.
+# Not from `typing`: every Python process under `thinwire attach` imports this module, so it imports little.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -79,7 +79,7 @@ __all__ = [
     "overlap_forward",
 ]
 
-# All that users import from. What is public is what these list in their `__all__`, and nothing else is.
+# The modules that users import from. A name is public if one of them lists it in its `__all__`.
 PUBLIC_MODULES = (
     "advice",
     "algorithms",
@@ -99,7 +99,7 @@ PUBLIC_MODULES = (
     "testing.faults",
     "watch",
 )
-# In which module each name of `__all__` is: it is imported with the first use of one, since few runs use all.
+# The module of each name in `__all__`. It is imported when a name is first used, since few runs use all.
 _HOMES = {
     "advice": ("advise", "auto"),
     "algorithms": ("AllReduce", "Cast", "PowerSGD", "Quantize", "TopK"),
@@ -119,17 +119,17 @@ _MODULES = {name.split(".")[0] for name in PUBLIC_MODULES}
 
 
 def __dir__() -> list[str]:
-    """Return the public names: what completes `thinwire.` in an editor."""
+    """Return the public names, for an editor to complete `thinwire.` with."""
     return sorted({*__all__, *_MODULES, *(name for name in globals() if name[:2] == "__")})
 
 
-# Hidden from type checkers, to which any name would be an attribute of this module.
+# Hidden from type checkers: with `__getattr__` they would accept any name as an attribute of this module.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Import a public name or module when it is first used."""
         if name in _HOME_OF:
-            # Kept, so that it is looked up once.
+            # Stored, so that each name is looked up once.
             globals()[name] = getattr(import_module(f"thinwire.{_HOME_OF[name]}"), name)
             return globals()[name]
         if name in _MODULES:

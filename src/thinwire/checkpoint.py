@@ -1,8 +1,8 @@
-"""A state in a file: written whole or not at all, and refused with words if it is damaged.
+"""A state in a file: written whole or not at all, and refused with a clear error if it is damaged.
 
-`torch.save`, `torch.distributed.checkpoint` and every trainer's own checkpoints take a state as well. `save`
+`torch.save`, `torch.distributed.checkpoint` and trainers' own checkpoints can hold a state as well. `save`
 and `load` are for loops that write their own files, and for safetensors. With `save_local` and `load_local`
-each process has a file, and nothing is sent.
+each process has its own file, and nothing is sent.
 
 Examples:
     >>> import pathlib, tempfile
@@ -41,36 +41,36 @@ LOCAL_NAME = "thinwire_{}.pt"
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state that `state_dict` returned, on any one process: all have the same.
+    """Write a state that `state_dict` returned, on any one process: all have the same state.
 
-    What `local_state_dict` returned is of one process: see `save_local`.
+    For the state of a single process, from `local_state_dict`, use `save_local`.
 
-    The file is there whole or not at all, whatever happens meanwhile, and however many save to one path: the
-    last one stays. It is written beside its place, as `<name>.<16 hexadecimal digits>.part`, and then put
-    there, with the mode that the umask gives. A process that is killed while it saves leaves that
-    part. It is never read, and may be deleted when nothing is being saved.
+    The file is written whole or not at all, even if saving is interrupted or several processes save to one
+    path (the last one wins). It is first written next to `path`, as `<name>.<16 hexadecimal digits>.part`,
+    and then renamed; the umask gives its mode. A process that is killed while it saves leaves the `.part`
+    file behind. It is never read, and can be deleted when nothing is being saved.
 
-    Cost: the file is flushed to the disk; safetensors' format needs the state's size in memory meanwhile.
+    Cost: the file is flushed to disk; safetensors' format also needs the state's size in memory.
 
     Args:
-        state: Of a `GradientSync`, a `LocalSGD`, a `PowerSGDState` or an aggregator.
-        path: With the suffix ".safetensors", in that format; otherwise as `torch.save` writes.
+        state: From a `GradientSync`, a `LocalSGD`, a `PowerSGDState` or an aggregator.
+        path: With the suffix ".safetensors" it is written in that format, otherwise as `torch.save` does.
 
     Raises:
-        StateError: It is no such state.
+        StateError: It is not such a state.
         ConfigError: The path names no file.
-        CheckpointError: It can't be written, such as to a full disk. What was there before is there still.
+        CheckpointError: It can't be written, for example to a full disk. An existing file stays as it was.
         MissingExtraError: safetensors is not installed.
     """
-    _check(state)  # before a good file makes room for what could not be loaded
+    _check(state)  # before a good file is replaced by one that could not be loaded
     path = Path(path)
     if not path.name:
         raise ConfigError(f"path must be that of a file, got {str(path)!r}")
     safetensors = _safetensors() if path.suffix == SAFETENSORS else None
-    # Beside its place: only within one file system is it put there whole or not at all.
+    # In the same folder: a rename is atomic only within one file system.
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        file = part.open("xb")  # x: a new file, never through a link that is there
+        file = part.open("xb")  # x: always a new file, never through an existing link
         try:
             with file:
                 if safetensors is None:
@@ -79,13 +79,13 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
                     tensors: dict[str, torch.Tensor] = {}
                     plain = _plain(state, tensors)
                     file.write(safetensors.save(tensors, {"thinwire": json.dumps(plain)}))
-                # On the disk before it has the name: else a crash could leave the name with an empty file.
+                # On disk before the rename: otherwise a crash could leave an empty file under the name.
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError out of a write that fails
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if a write fails
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
             f"{path} can't be written: {getattr(cause, 'strerror', None) or cause}; what was there before is "
@@ -96,52 +96,52 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `save` or `torch.save` wrote, for `load_state_dict`.
 
-    It is opened once, so a save to the same path meanwhile does not matter. Cost: the file's size in memory,
-    beside the state.
+    The file is opened once, so it may be saved again at the same time. Cost: the file's size in memory, in
+    addition to the state.
 
     Raises:
         StateError: The file is damaged, empty, or not a Thinwire state. (safetensors' format has no
-            checksums: there only a file that was cut off shows.)
+            checksums: only a truncated file is detected.)
         MissingExtraError: safetensors is not installed.
         OSError: The file can't be opened.
     """
     path = Path(path)
-    # Opened once: who saves meanwhile puts a different file in its place.
+    # Opened once: a concurrent save replaces the file, and a second open would read the new one.
     with path.open("rb") as file:
         if not file.peek(1):
             raise StateError(f"{path} can't be read: it is empty; load an earlier one")
         try:
             if path.suffix == SAFETENSORS:
                 data = file.read()
-                # A header of JSON, and before it its length in 8 bytes.
+                # The file starts with the header's length in 8 bytes; then comes the header, JSON.
                 header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
                 plain = json.loads(header["__metadata__"]["thinwire"])
                 state: Any = _nested(plain, _safetensors().load(data))
             else:
-                # torch.load does not compare the CRCs of its zip file.
+                # torch.load does not check the CRCs of its zip file.
                 with zipfile.ZipFile(file) as archive:
                     if (damaged := archive.testzip()) is not None:
                         raise StateError(f"{damaged} in it is damaged")
                 file.seek(0)
-                # Weights only: any other pickle may run what its writer likes.
+                # Weights only: any other pickle could run arbitrary code.
                 state = torch.load(file, weights_only=True, map_location="cpu")
             _check(state)
         except MissingExtraError:
             raise
-        except Exception as error:  # readers raise what they like for what they can't read
+        except Exception as error:  # readers raise all kinds of errors for a damaged file
             raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
     return dict(state)
 
 
 def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
-    """Write what this process remembers into a folder, without a message; to be called on every process.
+    """Write this process's state into a folder, without communication. Call it on every process.
 
-    Its file is `thinwire_<number of the process>.pt`. Files of more processes than there are now, of an
-    earlier save into the folder, are removed. Cost: `GradientSync.local_state_dict` and `save`.
+    The file is `thinwire_<rank>.pt`. Files that an earlier save with more processes left in the folder are
+    removed. Cost: `GradientSync.local_state_dict` and `save`.
 
     Args:
         sync: The handle of the model.
-        folder: Is made if it is not there. On a machine with its own disk it gets that machine's files.
+        folder: Created if missing. If each machine has its own disk, it holds that machine's files.
 
     Raises:
         StepError: A step is under way.
@@ -159,15 +159,15 @@ def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
 
 
 def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Go on from what `save_local` has written; to be called on every process.
+    """Load what `save_local` has written. Call it on every process.
 
-    On as many processes, laid out alike, each reads its own file and goes on to the bit. On any other number,
-    or if others share a machine, each reads the files of all and takes what `merge` returns: the mean
-    residual is kept. If machines have their own disks, put the files of all into each folder then.
+    With the same number of processes and the same layout, each reads its own file and continues bit for bit.
+    With another number or layout, each reads all files and loads what `merge` returns, which keeps the mean
+    residual. If machines have their own disks, copy all files to each of them first.
 
     Args:
         sync: The handle of the model.
-        folder: What `save_local` was given.
+        folder: The folder given to `save_local`.
         strict: See `GradientSync.load_state_dict`.
 
     Raises:
@@ -186,12 +186,12 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
 
 
 def _check(state: object) -> None:
-    """Refuse what is no state of a `GradientSync`, nor of a `LocalSGD`; who loads it checks the rest."""
+    """Raise if this is no state of a `GradientSync` or `LocalSGD`; `load_state_dict` checks the rest."""
     check_kind(updated(state), {"version", "step"}, "state_dict()")
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a value as JSON holds it; each tensor stands there by its number, and is put into `tensors`."""
+    """Return a value as JSON can hold it: tensors are moved into `tensors` and replaced by their numbers."""
     if isinstance(value, torch.Tensor):
         number = str(len(tensors))
         tensors[number] = value.contiguous()

@@ -1,9 +1,9 @@
-"""Training whose members come and go: over a group that changes between averagings.
+"""Training with members that come and go: the group may change between averagings.
 
 `LocalSGD` and `DiLoCo` average models every few steps, `Steps` averages gradients at each step.
 
 `TorchftGroup` finds the members through torchft's lighthouse (`pip install '.[elastic]'` in a clone).
-`InProcessGroup` has them in one process, for tests.
+`InProcessGroup` keeps them in one process, for tests.
 """
 
 from thinwire.errors import LeftError

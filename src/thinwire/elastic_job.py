@@ -1,4 +1,4 @@
-"""`thinwire run`: elastic members on this machine, which are started again when they die."""
+"""`thinwire run`: elastic members on this machine, restarted when they die."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from thinwire.local_sgd.groups.torchft_group import (
 )
 
 LOOPBACK = "127.0.0.1"
-JOIN_TIMEOUT_MS = 60_000  # as torchft_lighthouse: a member that comes 0.1 s late would be left behind
+JOIN_TIMEOUT_MS = 60_000  # torchft_lighthouse's value; a short one would drop a member that is 0.1 s late
 
 
 class MemberProcesses:
     """The processes of one member, as if torchrun had started them: if one fails, the others are killed."""
 
     def __init__(self, start: Callable[[Mapping[str, str]], Process], size: int) -> None:
-        # A free port that no one can take meanwhile: the listener becomes the store's. It is closed with it.
+        # A free port that no other process can take: the store takes over the listener and closes it.
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
@@ -42,25 +42,25 @@ class MemberProcesses:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "none",
         }
-        self._failed_code = 0  # of the first that failed
+        self._failed_code = 0  # of the first process that failed
         self._processes = [start({**variables, **ranks_of(rank, size)}) for rank in range(size)]
 
     @property
     def exit_code(self) -> int | None:
-        """The code of the first that failed, or 0, once all have ended; None while some run."""
+        """The code of the first process that failed, or 0, once all have ended; None while some run."""
         codes = [process.exit_code for process in self._processes]
         if not self._failed_code and any(codes):
             self._failed_code = next(filter(None, codes))
-            self.send(signal.SIGKILL)  # without it the others can't even leave in order
+            self.send(signal.SIGKILL)  # without the failed process the others can't even leave cleanly
         return None if None in codes else self._failed_code
 
     def read_to_the_end(self) -> None:
-        """Wait for the last lines of all."""
+        """Wait for the last lines of all processes."""
         for process in self._processes:
             process.read_to_the_end()
 
     def send(self, number: int) -> None:
-        """Send a signal to all."""
+        """Send a signal to all processes."""
         for process in self._processes:
             process.send(number)
 
@@ -68,12 +68,12 @@ class MemberProcesses:
 class ElasticJob(Job):
     """Elastic members on this machine, and a lighthouse unless one was given.
 
-    A member that dies (by a signal, or an exit code other than 0) is started again. It finds in its
-    environment what `elastic.TorchftGroup` reads, and its number, from 0, which it keeps. If it is several
-    processes, they find what torchrun would tell them, of this member alone.
+    A member that dies (by a signal, or an exit code other than 0) is restarted. Its environment has the
+    variables that `elastic.TorchftGroup` reads, and its number, from 0, which stays the same. If a member has
+    several processes, they also get torchrun's variables, as if this member were the whole job.
 
-    The exit code is 0 if no member died for good, or enough have ended well: as many as an averaging needs,
-    or one if a lighthouse was given, which may have other members. Else it is that of the first that died so.
+    The exit code is 0 if no member died for good, or if enough ended well: as many as an averaging needs, or
+    one if a lighthouse was given, which may have other members. Otherwise it is that of the first to die so.
     """
 
     def __init__(  # noqa: PLR0913 - the options of `thinwire run`
@@ -114,10 +114,10 @@ class ElasticJob(Job):
         self._address = lighthouse or ""
         self._host = host or (LOOPBACK if lighthouse is None else None)
         self._restarts = [0] * members
-        self._ended: dict[int, int] = {}  # exit codes of members that have ended for good, in that order
+        self._ended: dict[int, int] = {}  # exit codes of members that have ended for good, in order
 
     def _goes_on(self) -> bool:
-        """Start again those that have died; return whether the job goes on."""
+        """Restart members that have died; return whether the job continues."""
         for member, process in enumerate(self.processes):
             code = process.exit_code
             if code == 0:
@@ -131,15 +131,15 @@ class ElasticJob(Job):
             return False
         if self._are_enough() or 0 not in codes:
             return self._are_enough()
-        # One has ended well: training is over, and the others are about to end, too; but for one that came
-        # too late, and would wait for members that never come.
+        # One has ended well: training is over, and the others are about to end too. The deadline is for a
+        # member that joined too late and would wait for members that never come.
         self._deadline = min(self._deadline, time.monotonic() + self._end_within_seconds)
         return time.monotonic() < self._deadline
 
     def _take_back(self, member: int, code: int) -> None:
-        """Start a member that has died again, unless that is of no use."""
+        """Restart a member that has died, unless that is of no use."""
         self.processes[member].read_to_the_end()
-        # If all others have ended, one of them well, training is over: it would begin from scratch.
+        # If all others have ended, one of them well, training is over: this member would start from scratch.
         is_over = len(self._ended) == self._size - 1 and 0 in self._ended.values()
         if self._restarts[member] < self._max_restarts and self._are_enough() and not is_over:
             self._restarts[member] += 1
@@ -155,7 +155,7 @@ class ElasticJob(Job):
 
     def _started(self, member: int) -> Process | MemberProcesses:
         variables = {
-            "PYTHONUNBUFFERED": "1",  # lines come when they are printed
+            "PYTHONUNBUFFERED": "1",  # show lines as soon as they are printed
             LIGHTHOUSE: self._address,
             MIN_MEMBERS: str(self._min_members),
             MEMBER: str(member),
@@ -173,12 +173,12 @@ class ElasticJob(Job):
         return MemberProcesses(start, self._processes)
 
     def _prepare(self, opened: ExitStack) -> None:
-        """Start a lighthouse, unless one was given; it ends last: members that leave still ask it."""
+        """Start a lighthouse, unless one was given. It ends last: members that leave still query it."""
         if self._has_others:
             return
         try:
-            # One member is enough to it: how many an averaging needs, they see to themselves, and one that is
-            # asked to leave learns that it is alone. In this process: it ends with it, whatever ends that.
+            # It needs one member only: members check for themselves whether there are enough, and one that is
+            # asked to leave must learn that it is alone. It runs in this process, to end with it in any case.
             server = self._torchft.LighthouseServer(
                 bind=f"{self._host}:{self._port}", min_replicas=1, join_timeout_ms=JOIN_TIMEOUT_MS
             )
@@ -187,7 +187,7 @@ class ElasticJob(Job):
                 f"a lighthouse can't listen at {self._host}:{self._port}: {error}; change host or port"
             ) from error
         opened.callback(server.shutdown)
-        # It names the port truly, and the host by this machine's name, which others may not know.
+        # Take only the port from its address: the host is this machine's name, which others may not know.
         self._address = f"http://{self._host}:{server.address().rpartition(':')[2]}"
         needed = f"averagings need {self._min_members} members, {self._size} start here"
         self._say(f"lighthouse {self._address}; {needed}")

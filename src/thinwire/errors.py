@@ -15,7 +15,7 @@ ThinwireError
 └── MissingExtraError     (also an ImportError)  an optional package is not installed
 ```
 
-Each message says what was got, what was expected and what to do.
+Each message says what Thinwire got, what it expected, and what to do.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StateError(ThinwireError, ValueError):
 
 
 class CheckpointError(ThinwireError, OSError):
-    """A checkpoint can't be written: a full disk, no permission. What was there before is there still."""
+    """A checkpoint can't be written: a full disk, no permission. An existing file stays as it was."""
 
 
 class NonfiniteError(ThinwireError, FloatingPointError):
@@ -75,13 +75,13 @@ class StepError(ThinwireError, RuntimeError):
 class CommunicationError(ThinwireError, RuntimeError):
     """A collective failed. The backend's own error is attached as the cause; the memory is as before.
 
-    Except on machines of several processes, if it was the last message inside a machine: then the memory
-    holds a step whose gradients did not come. Steps and `state_dict()` are refused until a state is loaded.
+    One exception: with several processes per machine, the last intra-node message may fail. The memory then
+    holds a step whose gradients never arrived; `state_dict()` and new steps raise until a state is loaded.
     """
 
 
 class LeftError(ThinwireError, RuntimeError):
-    """This member has left its elastic group, as it was asked to. The context of its adapter swallows it."""
+    """This member has left its elastic group, as requested. The adapter's context manager catches it."""
 
 
 class MissingExtraError(ThinwireError, ImportError):

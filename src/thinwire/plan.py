@@ -1,4 +1,4 @@
-"""The plan: which parameter travels how, and what it weighs. Made once from shapes, frozen, printable."""
+"""The plan: how each parameter is sent, and in how many bytes. Made once from shapes, frozen, printable."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "ParameterSpec", "Plan", "Route", "
 
 BUCKET_SEPARATOR = " … "
 SHARD_MARK = " @ shard "
-"""In a saved state, before which shard of a parameter something is of: "weight @ shard 0 of 2"."""
+"""Separates a parameter's name from its shard in a saved state: "weight @ shard 0 of 2"."""
 
 
 class ParameterSpec(NamedTuple):
-    """The facts that an algorithm needs of a parameter: everything but its values.
+    """All that an algorithm needs to know of a parameter, except its values.
 
     Attributes:
         name: The parameter's name in the model, the key of all state about it.
         shape: Its shape.
         stride: Its strides in elements: the order in which a flat gradient holds its elements.
         dtype: The type of its gradient, a floating one.
-        is_statistic: Whether it is no parameter but counted, as BatchNorm's variances are. A bucket of such
-            travels whole, whatever the algorithm: an approximation could make a variance negative.
-        start: Of a part of a parameter, its first element, in the parameter's order of memory.
+        is_statistic: Whether it is a statistic, such as BatchNorm's variance, not a parameter. Statistics are
+            sent uncompressed by every algorithm: an approximation could make a variance negative.
+        start: For a part of a parameter: its first element, in the parameter's memory order.
     """
 
     name: str
@@ -43,7 +43,7 @@ class ParameterSpec(NamedTuple):
         """Return the spec of a tensor.
 
         Args:
-            name: What it is called.
+            name: The parameter's name.
             tensor: The parameter, or a gradient of it.
 
         Examples:
@@ -51,7 +51,7 @@ class ParameterSpec(NamedTuple):
             (1, 2)
 
         Raises:
-            ConfigError: The name has what separates names in saved states.
+            ConfigError: The name contains a separator of saved states.
         """
         for mark in (BUCKET_SEPARATOR, SHARD_MARK):
             if mark in name:
@@ -60,8 +60,8 @@ class ParameterSpec(NamedTuple):
                     "rename the module or the parameter"
                 )
         tensor = tensor.detach()
-        # DDP lays out the gradients of complex parameters as real numbers with a last dimension of two, and
-        # of those whose memory has gaps or overlaps as contiguous.
+        # DDP lays out complex gradients as real numbers with a last dimension of two, and gradients of
+        # parameters whose memory has gaps or overlaps as contiguous.
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -81,29 +81,29 @@ class ParameterSpec(NamedTuple):
 
     @property
     def memory_dtype(self) -> torch.dtype:
-        """The type of its error and its factors: fp64 for fp64, fp32 for every other."""
-        # Never of 16 bits: a residual would round off what it is there to keep.
+        """The dtype of its residual and factors: fp64 for fp64, fp32 for all others."""
+        # Never 16 bits: rounding would lose what the residual is there to keep.
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def matrix_shape(self) -> tuple[int, int] | None:
-        """The gradient as a matrix, (rows, columns), in its order of memory; None of vectors and statistics.
+        """The gradient's shape as a matrix, (rows, columns), in memory order; None for vectors, statistics.
 
         Rows are the outermost dimension in memory: the output features of a linear layer or of a
         convolution, channels-last or not.
         """
         if len(self.shape) < 2 or self.numel == 0 or self.is_statistic:
             return None
-        # So it is a view of the flat gradient. A matrix stored transposed is seen transposed, which changes
-        # nothing: its transpose has the same matrix rank.
+        # In memory order the matrix is a view of the flat gradient. A matrix stored transposed is seen as its
+        # transpose, which has the same matrix rank.
         rows = max(zip(self.shape, self.stride, strict=True), key=lambda dim: (dim[0] > 1, dim[1]))[0]
         return rows, self.numel // rows
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether memory is filled without gaps or overlaps, in any order of dimensions."""
-    # From the innermost dimension outwards each must begin where the ones before it end; what has one element
-    # may have any stride.
+    # From the innermost dimension outwards, each stride must equal the number of elements inside it. A
+    # dimension of size one may have any stride.
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
         if step != expected:
@@ -117,13 +117,13 @@ class Route:
     """How a gradient travels.
 
     Attributes:
-        names: The parameters that travel together; several only if a whole bucket is compressed as one.
+        names: The parameters sent together; several only if a whole bucket is compressed as one.
         gradient_bytes: Bytes a process would send per step without Thinwire.
-        message_bytes: Bytes of its messages per step, all rounds together, once past any warm-up; counted as
-            of an all-reduce, see `Stats`.
-        detail: As what the gradient travels, in a few words.
-        is_compressed: Whether it is approximated.
-        rounds: Messages of it that wait for each other in a step: each costs the network's round trip.
+        message_bytes: Bytes of its messages per step, in all rounds together, after any warm-up; counted as
+            for an all-reduce, see `Stats`.
+        detail: What is sent for the gradient, in a few words.
+        is_compressed: Whether the gradient is approximated.
+        rounds: Messages in a step that wait for one another: each costs a round trip of the network.
     """
 
     names: tuple[str, ...]
@@ -141,11 +141,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which parameter travels how. Printing it gives a table.
+    """How each parameter is sent. Printing it gives a table.
 
     Attributes:
         routes: One for each parameter (or bucket, if the algorithm compresses a bucket as one).
-        processes: Of a machine whose processes share its messages; 1 if each process sends its own.
+        processes: How many processes of a machine share its messages; 1 if each process sends its own.
     """
 
     routes: tuple[Route, ...]
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes a process sends per step, or all of a machine, in all rounds, once past any warm-up."""
+        """Bytes a process, or a machine whose processes share messages, sends per step after any warm-up."""
         return sum(route.message_bytes for route in self.routes)
 
     @property
@@ -168,7 +168,7 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Messages of a step that wait for each other, if those of all buckets travel side by side."""
+        """Messages of a step that wait for one another, if all buckets are sent at the same time."""
         return max((route.rounds for route in self.routes), default=0)
 
     def __str__(self) -> str:

@@ -8,8 +8,8 @@ Change `from powersgd import …` to `from thinwire.powersgd import …`:
     loss.backward()
     optimizer_step(optimizer, powersgd)
 
-docs/migrating.md says what behaves differently. `AlgorithmAggregator` is not of that package: it takes any of
-Thinwire's algorithms.
+docs/migrating.md says what behaves differently. `AlgorithmAggregator` is not part of that package: it takes
+any of Thinwire's algorithms.
 """
 
 from thinwire.epfml import Aggregator, AlgorithmAggregator, AllReduce, Config, PowerSGD, optimizer_step

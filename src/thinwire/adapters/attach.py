@@ -1,4 +1,4 @@
-"""`thinwire.attach`: the one call for models of both kinds, DDP and FSDP2."""
+"""`thinwire.attach`: one call for both kinds of models, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attach(
     on_nonfinite: OnNonfinite = "nan",
     weight: Weight | None = None,
 ) -> GradientSync:
-    """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
+    """Average the gradients of a DDP or FSDP2 model with `algorithm` from its next backward pass on.
 
     The training loop stays as it is. Call it on every process that trains the model, with the same algorithm.
 
@@ -46,55 +46,55 @@ def attach(
         model: A `DistributedDataParallel` model, or a module that holds one (the result of `torch.compile`
             or of Fabric's `setup`, a wrapper of your own), on any backend and process group, with any of
             DDP's options but `mixed_precision` and `skip_all_reduce_unused_params`. A `copy.deepcopy` of it
-            has no hook: training it raises an error until you attach it. Or an FSDP2 model: of `fully_shard`
-            over a mesh of the shards of one replica, or of replicas and shards (native HSDP), or of
-            `replicate`; see docs/sharded.md. Replicas become equal here, parameters and buffers.
-        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
-            warns.
+            has no hook: training the copy raises an error until you attach it. Or an FSDP2 model: one made by
+            `replicate`, or by `fully_shard` over a mesh of one replica's shards, or of replicas and shards
+            (native HSDP); see docs/sharded.md. Its replicas are made equal, in parameters and buffers.
+        algorithm: For example `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models and
+            logs a warning here.
         replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
-            `fully_shard`, or that mesh as a whole. `replicate` and native HSDP have a group for it, and take
-            no other. Refused with DDP.
-        machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
-            each averages exactly inside first, and sends everything once; see docs/machines.md. True finds it
-            out from the variables of torchrun, srun or mpirun. Or give the ranks on each machine,
-            `[[0, 1], [2, 3]]`, or a mesh of (machines, processes of each). With False each process sends by
-            itself.
-        grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
-            what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
+            `fully_shard`, or that mesh as a whole. `replicate` and native HSDP already have this group: leave
+            `replicas` out. Not allowed with DDP.
+        machines: For a DDP model: which processes share a machine. If every machine has the same number of
+            processes, more than one, each machine averages exactly inside first and sends everything once;
+            see docs/machines.md. True reads the layout from the variables of torchrun, srun or mpirun. Or
+            give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of (machines, processes of each).
+            With False each process sends for itself.
+        grad_scaler: The scaler that scales the loss. If something else scales it, a function that returns the
+            factor by which the current step's loss was multiplied. Error memory is then kept in unscaled
             units, so that a change of scale changes no result.
-        host_check: Whether the host waits for the device in each step to see whether all means are finite, if
-            anyone looks (see `on_nonfinite`). With False it mostly does not wait, and steps that are not
-            finite count in `steps`. "auto" is False on accelerators with low-rank algorithms, and True
-            elsewhere, with `find_unused_parameters`, and with "raise"; see docs/ddp.md#without-a-host-check.
-        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
-            memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
-            without one the model is lost, and that is logged once. "zero": all are zeros; an optimizer with
-            momentum or weight decay still moves the parameters. "raise": `backward()` raises
-            `NonfiniteError` at its end; take no optimizer step, and training may go on. With "nan" only
-            algorithms that remember something look, and count such steps (`stats().nonfinite_steps`); with
-            the others `AllReduce`, `Cast` and `Quantize` without error feedback look as well: a host
-            synchronisation per step, and for the first two a pass over the gradients.
-        weight: By how much this process counts in the means, if not all count alike: such as the samples or
-            tokens behind its gradients, if the loss is their mean; 0 for none. A number stays as it is. A
-            function is asked once a step, in the backward pass, and costs a message of 8 bytes that is waited
-            for before the first bucket is sent. For an FSDP2 model it is the replica's: the same on all its
-            shards, between which PyTorch averages by itself.
+        host_check: Whether the host waits for the device in each step to see whether all means are finite
+            (`on_nonfinite` says when this is checked at all). With False it mostly does not wait, and steps
+            that are not finite count in `steps`. "auto" is False for low-rank algorithms on accelerators, and
+            True elsewhere, with `find_unused_parameters` and "raise"; see docs/ddp.md#without-a-host-check.
+        on_nonfinite: What happens on all processes in a step in which a mean is not finite. Error memory
+            always stays as it was. "nan": all gradients become NaN, so that a `GradScaler` skips the step;
+            without a scaler the model is lost, and this is logged once. "zero": all become zero; an optimizer
+            with momentum or weight decay still moves the parameters. "raise": `backward()` raises
+            `NonfiniteError` at its end; take no optimizer step, and training can continue. With "nan", only
+            algorithms that keep state check the means and count such steps (`stats().nonfinite_steps`). With
+            "zero" and "raise", `AllReduce`, `Cast` and `Quantize` without error feedback check as well: this
+            costs a host synchronisation per step, and for the first two a pass over the gradients.
+        weight: How much this process counts in the means, if not all count the same: for example the number
+            of samples or tokens behind its gradients, if the loss is their mean; 0 for none. A number is
+            fixed. A function is called once a step, in the backward pass, and costs an 8-byte message that
+            must arrive before the first bucket is sent. For an FSDP2 model it is the weight of the replica,
+            the same on all its shards: PyTorch itself averages between them.
 
     Returns:
-        The handle: plan, statistics, state, and switching the algorithm.
+        The handle: it has the plan, statistics and state, and can switch the algorithm.
 
-    Cost per step: one host synchronisation with algorithms that remember something, if `host_check`; with
+    Cost per step: one host synchronisation with algorithms that keep state, if `host_check`; with
     `find_unused_parameters` one more, and 4 bytes for each parameter in the messages.
 
     Raises:
-        AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged (its
-            hook is taken, gradients are sparse, DDP keeps some back, `replicas` are not of equal shards).
-        AgreementError: Replicas are not sharded alike; or processes disagree on who shares a machine.
+        AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged: its
+            hook is taken, gradients are sparse, DDP skips some, or `replicas` hold different shards.
+        AgreementError: Replicas are sharded differently, or processes disagree on who shares a machine.
         ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or
-            `on_nonfinite` does not go with the others. Or `weight` is below 0 or NaN (from `backward()`, if
-            a function says so: with `StepError` on the other processes, as on all if no weight is above 0;
-            on accelerators the step's means are NaN there instead).
+            `on_nonfinite` conflicts with other arguments. Or `weight` is below 0 or NaN. If a function
+            returns it, `backward()` raises this, and `StepError` on the other processes, or on all if no
+            weight is above 0; on accelerators the step's means become NaN instead.
         NonfiniteError: (From `backward()`.) See `on_nonfinite`.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
@@ -125,7 +125,7 @@ def attach(
     if is_fsdp2(plain):
         if not isinstance(machines, bool):
             raise ConfigError("machines is for DDP models; leave it out: the mesh says what a replica is")
-        # DTensors take seconds to import; with a sharded model that is done.
+        # DTensor takes seconds to import; a sharded model has imported it already.
         attach_sharded = import_module("thinwire.adapters.sharded.fsdp").attach_sharded
         sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
         return sync

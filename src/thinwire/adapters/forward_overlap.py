@@ -1,13 +1,13 @@
-"""`thinwire.overlap_forward`: means that travel during the next forward pass, and optimizer steps that wait.
+"""`thinwire.overlap_forward`: send means during the next forward pass, and step each layer when it is read.
 
 One step, with buckets `a` (the last layers; ready first) and `b` (the first layers):
 
-    backward pass      a, b: codes are sent to those who average them          (first round)
+    backward pass      a, b: codes are sent to the ranks that average them     (first round)
     optimizer.step()   waits for the codes, averages, sends b's means, a's     (second round), steps nothing
     forward pass       first layers are read: waits for b's means, steps b's parameters
-                       last layers are read: a's means have come meanwhile; steps a's parameters
+                       last layers are read: a's means have arrived by now; steps a's parameters
 
-Known as DeAR (Zhang et al., ICDCS 2023): reduce-scatter under the backward pass, all-gather under the next
+Known as DeAR (Zhang et al., ICDCS 2023): reduce-scatter during the backward pass, all-gather during the next
 forward pass. Each layer uses the same weights as with `attach`.
 """
 
@@ -57,43 +57,43 @@ def overlap_forward(
     clip_norm: float | None = None,
     poison: bool = False,
 ) -> OverlappedSync:
-    """Let means of few bits travel during the next forward pass too, and step each layer when it is read.
+    """Send low-bit means during the next forward pass too, and step each layer when it is read.
 
-    In place of `thinwire.attach`, where sending takes longest. The training loop stays as it is, and every
-    number is the same: nothing is one step late. `optimizer.step()` averages and sends; a parameter is
-    stepped, with the learning rate of that call, before anyone reads it through its module: in the forward
-    pass, in `parameters()`, `state_dict()`, `copy.deepcopy`. The optimizer's `state_dict()` steps all first,
-    as does `flush()` of the handle: call that before you read a tensor that you hold, or the optimizer's
-    `state`.
+    Use it in place of `thinwire.attach` if communication takes most of the time. The training loop stays as
+    it is, and every number is the same: nothing is one step late. `optimizer.step()` averages and sends. Each
+    parameter is stepped, with the learning rate of that call, before it is read through its module: in the
+    forward pass, in `parameters()`, `state_dict()`, `copy.deepcopy`. The optimizer's `state_dict()` steps all
+    first, as does the handle's `flush()`: call that before you read a tensor that you hold, or the
+    optimizer's `state`.
 
-    Call it on every process that trains the model. Each process sends by itself, those of one machine too.
+    Call it on every process that trains the model. Each process sends for itself, even on a shared machine.
 
     Args:
-        model: A `DistributedDataParallel` model, in whose loss all trained parameters take part.
+        model: A `DistributedDataParallel` model whose loss uses all trained parameters.
         algorithm: `thinwire.Quantize` without error feedback.
-        optimizer: Of `torch.optim`, with all trained parameters of the model and no others; or several that
-            share them, such as Muon and AdamW, of which each `step()` is called in each step. It must step
+        optimizer: From `torch.optim`, with all trained parameters of the model and no others; or several
+            that share them, such as Muon and AdamW, if `step()` of each is called in every step. It must step
             each parameter by itself, so not LBFGS. `step()` sets gradients to None, as `zero_grad()` does.
-        clip_norm: Scale gradients so that the norm of all means is at most that, as `clip_grad_norm_` does.
-            That would come too early here: between `backward()` and `step()` gradients are this process's.
-            Costs a message of 8 bytes a step, and decoding all means once more.
-        poison: Make parameters NaN from `step()` until they are stepped: for a test that no code of yours
-            reads one too early. Costs a copy of the parameters.
+        clip_norm: Scale gradients so that the norm of all means is at most this, as `clip_grad_norm_` does.
+            That function would run too early: between `backward()` and `step()`, gradients are not averaged
+            yet. Costs a message of 8 bytes a step, and decoding all means once more.
+        poison: Set parameters to NaN from `step()` until they are stepped, to test that your code never reads
+            one too early. Costs a copy of the parameters.
 
     Returns:
-        The handle. `detach()` steps what is left, and gives the optimizer back.
+        The handle. Its `detach()` steps all pending parameters and restores the optimizer.
 
-    Cost: a copy of the gradients in memory, beside what `attach` costs. Of the bytes on the link, half travel
-    during the backward pass, half during the next forward pass.
+    Cost: that of `attach`, and a copy of the gradients in memory. Half of the bytes are sent during the
+    backward pass, half during the next forward pass.
 
     Raises:
         AttachError: The model is no DDP model, or can't be averaged, or is compiled; or the optimizer is not
             of `torch.optim`, or has other parameters.
-        ConfigError: `algorithm` or `clip_norm` is not one that works here; or DDP was built with
+        ConfigError: `algorithm` or `clip_norm` does not work here; or DDP was built with
             `find_unused_parameters` or `static_graph`.
         StepError: (From `optimizer.step()`.) Gradients were changed since `backward()`, as a `GradScaler` or
-            `clip_grad_norm_` does. (From `backward()`.) A parameter was used and not read through its module,
-            and nothing else of its bucket was. (From a read.) The means did not come.
+            `clip_grad_norm_` does. (From `backward()`.) A parameter was used but not read through its module,
+            nor was any other of its bucket. (From a read.) The means did not arrive.
 
     Examples:
         >>> import thinwire, torch
@@ -104,7 +104,7 @@ def overlap_forward(
         >>> for _ in range(2):
         ...     ddp_model(torch.ones(1, 64)).sum().backward()
         ...     optimizer.step()
-        >>> sync.flush()  # the last step's means have no forward pass behind them
+        >>> sync.flush()  # no forward pass follows to apply the last step's means
         >>> sync.steps
         2
     """
@@ -119,7 +119,7 @@ def overlap_forward(
     deferred = [DeferredOptimizer(optimizer, poison=poison) for optimizer in optimizers]
     adapter = ForwardAdapter(engine, names, deferred, clip_norm)
     switch = switched(ddp_model, lambda: adapter, ATTACHED)  # type: ignore[arg-type,return-value]
-    # Only now: a model whose hook is taken stays as it was.
+    # Only now, so that a model whose hook is taken is left unchanged.
     adapter.install(ddp_model.module)
     guard(ddp_model)
     tell_start(engine, ddp_model.parameters())
@@ -127,7 +127,7 @@ def overlap_forward(
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Refuse what is decided for all buckets together, as what remembers something is."""
+    """Refuse algorithms that keep state: they commit all buckets of a step together."""
     if not isinstance(algorithm, Quantize) or algorithm.remembers:
         raise ConfigError(
             f"overlap_forward takes Quantize that remembers nothing, got {algorithm}; use thinwire.attach"
@@ -135,7 +135,7 @@ def check_algorithm(algorithm: object) -> None:
 
 
 def _check(model: nn.Module, ddp_model: DistributedDataParallel, clip_norm: float | None) -> None:
-    """Refuse what can't be stepped layer by layer."""
+    """Refuse a model or setting that can't be stepped layer by layer."""
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm must be above 0, got {clip_norm!r}; leave it out to clip nothing")
     for option in ("find_unused_parameters", "static_graph"):
@@ -151,7 +151,7 @@ def _check(model: nn.Module, ddp_model: DistributedDataParallel, clip_norm: floa
 
 
 def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that step parameters together, or others than the model's."""
+    """Refuse optimizers that step parameters jointly, or that hold other parameters than the model's."""
     stepped = set[int]()
     for optimizer in optimizers:
         kind = type(optimizer)
@@ -185,10 +185,10 @@ class PendingBucket:
     state: BucketState
     parameters: list[nn.Parameter]
     mean: torch.Tensor  # this process's gradients, then the mean
-    task: Task | None = None  # stands at its mean, which is on its way
+    task: Task | None = None  # waits for its mean, which is being sent
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Return each parameter with its part of the mean."""
+        """Yield each parameter with its part of the mean."""
         specs = self.state.specs
         parts = zip(self.parameters, specs, Bucket(specs, self.mean).gradients, strict=True)
         return ((parameter, part.as_strided(spec.shape, spec.stride)) for parameter, spec, part in parts)
@@ -207,19 +207,19 @@ class ForwardAdapter:
         self.engine, self._optimizers, self._clip_norm = engine, optimizers, clip_norm
         self._names, self._buckets = names, DDPBuckets(engine, names)
         self._open: Step | None = None  # from its first bucket until its means are sent
-        self._started: list[PendingBucket] = []  # in it
+        self._started: list[PendingBucket] = []  # the open step's buckets
         self._left_by_backward: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
-        self._sent: Step | None = None  # until all its means are taken
-        self._pending: dict[nn.Parameter, PendingBucket] = {}  # of that step, those that were not stepped yet
-        self._norm: tuple[Work, torch.Tensor] | None = None  # on its way, squared
-        self._scale: torch.Tensor | None = None  # that clips the means
-        self._failure: BaseException | None = None  # of a mean that did not come
+        self._sent: Step | None = None  # until all its means are applied
+        self._pending: dict[nn.Parameter, PendingBucket] = {}  # the sent step's parameters, until stepped
+        self._norm: tuple[Work, torch.Tensor] | None = None  # in flight, squared
+        self._scale: torch.Tensor | None = None  # clips the means
+        self._failure: BaseException | None = None  # why a mean did not arrive
         self._is_stepping = False
         self._modules: list[nn.Module] = []
         self._handles: list[Any] = []
 
     def install(self, root: nn.Module) -> None:
-        """Take over the optimizer's step, and see who reads parameters."""
+        """Replace the optimizer's step, and intercept reads of parameters."""
         for deferred in self._optimizers:
             deferred.take_over(self.send_means)
             target = deferred.optimizer
@@ -229,13 +229,13 @@ class ForwardAdapter:
         for module in self._modules:
             parameters = ReadParameters(children_and_parameters(module)[1], self._step_if_pending)
             put_parameters(module, parameters)
-            if isinstance(module, nn.RNNBase):  # its forward pass reads a list of its own
+            if isinstance(module, nn.RNNBase):  # its forward pass reads its own list of weights
                 self._handles.append(module.register_forward_pre_hook(read_all))
 
     # The backward pass.
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Send a bucket's codes; DDP is told at once that all is done."""
+        """Send a bucket's codes, and return a completed future to DDP."""
         flat = dense_buffer(bucket)
         if self._pending:
             raise StepError(
@@ -248,12 +248,12 @@ class ForwardAdapter:
                 "step; use thinwire.attach for uneven batches"
             )
         if self._open is not None and self._left_by_backward:
-            # The pass before was not followed by a step: its gradients are part of these, or were dropped.
+            # No step followed the last backward pass: its gradients were accumulated into these, or dropped.
             self.forget()
         if self._open is None:
             self._open = self.engine.begin()
         parameters: list[Any] = bucket.parameters()
-        # A copy: DDP's bucket is the user's until the mean is there, to zero or to accumulate in.
+        # A copy: until the mean arrives, the user may zero DDP's bucket or accumulate in it.
         pending = PendingBucket(self._buckets.of(parameters), parameters, flat.clone())
         try:
             self._open.start(pending.state, pending.mean)
@@ -270,7 +270,7 @@ class ForwardAdapter:
             self._left_by_backward.append((parameter, parameter.grad, version_of(parameter.grad)))
 
     def forget(self) -> None:
-        """Drop the step under way: of parameters that wait for theirs, the means are lost."""
+        """Drop the current step: parameters that still wait lose their means."""
         self.engine.abandon()
         self._open, self._started, self._left_by_backward = None, [], []
         self._sent = self._norm = self._scale = self._failure = None
@@ -281,14 +281,14 @@ class ForwardAdapter:
     # `optimizer.step()`.
 
     def send_means(self) -> bool:
-        """Average, and send the means, if it was not done; return whether there are some to step by."""
+        """Average and send the means, if not done yet; return whether there are means to step with."""
         if self._open is None:
             if any(parameter.grad is not None for parameter in self._parameters()):
                 raise StepError(
                     "there are gradients, and none were averaged: all passes were in no_sync(), or of the "
                     "module inside of the DDP model; call the DDP model, the last time outside of no_sync()"
                 )
-            return bool(self._pending)  # of another optimizer's step(); else there is nothing to step
+            return bool(self._pending)  # sent by another optimizer's step(); otherwise nothing to step
         if not self._left_by_backward:
             raise StepError(
                 "optimizer.step() was called inside of the backward pass; call it after backward()"
@@ -315,12 +315,12 @@ class ForwardAdapter:
         return True
 
     def _are_changed(self) -> bool:
-        """Return whether someone has written to gradients since the backward pass."""
+        """Return whether gradients were written to since the backward pass."""
         for parameter, gradient, version in self._left_by_backward:
             if parameter.grad is not gradient or version_of(parameter.grad) != version:
                 return True
         for bucket in self._started:
-            # A GradScaler's operator leaves versions alone, and scales all: one that is not zero tells.
+            # A GradScaler's operator does not count versions, but scales all: any nonzero gradient shows it.
             for parameter, sent in sorted(bucket.gradients(), key=lambda pair: pair[1].numel()):
                 if sent.any():
                     now = parameter.grad
@@ -334,11 +334,11 @@ class ForwardAdapter:
             yield from deferred.parameters()
 
     def _start_norm(self, buckets: Sequence[PendingBucket]) -> tuple[Work, torch.Tensor]:
-        """Send the sum of squares of what this process has averaged; it is before the means on the link."""
+        """Send the sum of squares of the means this process has computed; it is sent before the means."""
         squares = torch.zeros((), dtype=torch.float64, device=self.engine.transport.data_device)
         for bucket in buckets:
             request = None if bucket.task is None else bucket.task.request
-            if isinstance(request, AllGather):  # else the bucket is empty
+            if isinstance(request, AllGather):  # otherwise the bucket is empty
                 plan = cast(QuantizePlan, bucket.state.plan)
                 squares += plan.squared_norm(request.tensor, self.engine.transport.rank).to(squares.device)
         flat = squares.view(1)
@@ -354,7 +354,7 @@ class ForwardAdapter:
             raise StepError(
                 "a hook of an optimizer's step has read parameters that wait for theirs; remove it"
             )
-        # The next one who reads must not take the part of a failed mean that has come for the whole.
+        # After a failure, every later read must raise too: the mean may have arrived in part.
         if self._failure is not None:
             raise StepError(
                 "the last step's means did not come to all parameters; call abandon(), and load a "
@@ -393,12 +393,12 @@ class ForwardAdapter:
             deferred.step(dict(bucket.gradients()))
 
     def flush(self) -> None:
-        """Step all parameters that wait for it."""
+        """Step all pending parameters."""
         for parameter in list(self._pending):
             self._step_if_pending(parameter)
 
     def let_go(self) -> None:
-        """Give optimizer and modules back."""
+        """Restore the optimizer and the modules."""
         self.flush()
         for module in self._modules:
             put_parameters(module, dict(children_and_parameters(module)[1]))
@@ -409,16 +409,16 @@ class ForwardAdapter:
 
 
 class OverlappedSync(GradientSync):
-    """The handle of `overlap_forward`. What it is asked for it answers with all parameters stepped."""
+    """The handle of `overlap_forward`. Its methods step all pending parameters first."""
 
     def __init__(self, adapter: ForwardAdapter, detach: Any) -> None:
         super().__init__(adapter.engine, detach)
         self._adapter = adapter
 
     def flush(self) -> None:
-        """Step all parameters that wait for it; call it before you read one past its module.
+        """Step all pending parameters; call it before you read one other than through its module.
 
-        Sends nothing: processes need not call it alike. Blocks until the means have come.
+        Sends nothing, so processes need not call it together. Blocks until the means have arrived.
         """
         self._adapter.flush()
 

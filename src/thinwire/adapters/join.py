@@ -1,4 +1,4 @@
-"""Uneven inputs: processes that have no more batches shadow the collectives of those that have."""
+"""Uneven inputs: processes that have run out of batches shadow the collectives of the others."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
-    """Let the processes of a training loop have different numbers of batches, while this is open.
+    """Allow the processes of a training loop to have different numbers of batches.
 
-    A process that has run out of batches leaves its loop and then takes part in the others' averages with
-    zero gradients, and its residual, until all have run out. At the end every process gets the model of the
-    last to finish; optimizers are not averaged. Under torch's `model.join()` our hooks always divide by the
-    initial world size.
+    A process that has run out of batches leaves its loop. It then contributes zero gradients, and its
+    residual, to the averages of the others until all have run out. At the end every process gets the model of
+    the last to finish; optimizers are not averaged. Under torch's `model.join()` our hooks always divide by
+    the initial world size.
 
     Args:
-        joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or
-            a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
+        joined: The DDP model, with any of Thinwire's hooks or none; the handle that `attach` returned for it;
+            or a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
         divide_by_initial_world_size: Divide sums of gradients by the members of the group. If False, by the
             processes that still have batches in this step; a DDP model's communication hook, if it has one,
             must then be Thinwire's.
-        enable: False switches all of it off.
+        enable: False disables the context.
         throw_on_early_termination: Raise on all processes when the first has run out, instead.
 
-    Cost: per step a message of one element (two with DDP, which says in a second one whether the step
+    Cost: per step a message of one element (with DDP a second one, which says whether the step
     synchronises); one process's model is broadcast at the end.
 
     Raises:
         AttachError: `joined` is none of these.
-        ConfigError: The model has SyncBatchNorm, whose collectives no one can shadow; or a foreign
-            communication hook, and `divide_by_initial_world_size` is False. Neither is refused with
-            `throw_on_early_termination`. Or (from `optimizer.step()`) the optimizer sends something too, such
-            as `ZeroRedundancyOptimizer`: use torch's `Join([ddp_model, optimizer])`.
+        ConfigError: The model has SyncBatchNorm, whose collectives can't be shadowed; or another library's
+            communication hook while `divide_by_initial_world_size` is False. Both are allowed with
+            `throw_on_early_termination`. Or (from `optimizer.step()`) the optimizer communicates too, such as
+            `ZeroRedundancyOptimizer`: use torch's `Join([ddp_model, optimizer])`.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.
 
     Examples:
@@ -69,7 +69,7 @@ def join(
     joinable = _joinable(joined)
     model = joinable if isinstance(joinable, DistributedDataParallel) else None
     shadows = enable and not throw_on_early_termination
-    # A DDP model or a LocalSGD has one; an aggregator knows none.
+    # DDP models and LocalSGD have a `module`; aggregators do not.
     module = getattr(joinable, "module", None)
     modules = module.modules() if isinstance(module, torch.nn.Module) else ()
     if shadows and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in modules):
@@ -79,15 +79,15 @@ def join(
         )
     options = (enable, throw_on_early_termination)
     with ExitStack() as entered:
-        # Otherwise it would divide by the last number of contributors forever.
+        # Otherwise DDP would keep dividing by the last number of contributors.
         if model is not None:
             entered.callback(divide_by_all_members, model)
         entered.callback(leave_join, joinable)
         if shadows:
             entered.callback(register_optimizer_step_pre_hook(_refuse_to_step).remove)
         if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
-            # Register our counter before DDP: Join notifies the first joinable only, and DDP's notification
-            # would make DDP divide as well.
+            # Register our counter before DDP: only the first joinable's notification counts, and DDP's would
+            # make DDP divide as well.
             counter = _Counter(model)
             entered.callback(model.register_forward_pre_hook(counter.count).remove)
             entered.enter_context(counted(model.parameters(), counter.scale, model.process_group.size()))
@@ -100,15 +100,15 @@ def join(
 
 @contextmanager
 def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor, num_members: int) -> Iterator[None]:
-    """Divide gradients of `parameters` by the contributors among the members, while this is open."""
-    # A list: what is frozen or replaced meanwhile must be taken out again as well.
+    """Divide gradients of `parameters` by the number of contributors among the members, in this context."""
+    # A list: parameters that are frozen or replaced inside the context must be removed again as well.
     before = [(parameter, contributor_scales.get(parameter)) for parameter in parameters]
     contributor_scales.update((parameter, (scale, num_members)) for parameter, _ in before)
     try:
         yield
     finally:
         for parameter, was in before:
-            # A parameter that two models share is still the outer one's.
+            # A parameter shared by two models still belongs to the outer context.
             if was is None:
                 del contributor_scales[parameter]
             else:
@@ -116,7 +116,7 @@ def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor, num_members
 
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Refuse an optimizer whose steps send something, which processes without input would not answer."""
+    """Refuse an optimizer whose step communicates: processes without input would not take part."""
     if isinstance(optimizer, Joinable):
         name = type(optimizer).__name__
         raise ConfigError(
@@ -128,7 +128,7 @@ def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 class _Counter(Joinable):
     """Notifies the join context in place of the DDP model, and keeps the number of contributors.
 
-    DDP itself can only divide by them what it averages itself, and never tells its hook of them.
+    DDP divides by them only what it averages itself, and does not pass their number to its hook.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -137,14 +137,14 @@ class _Counter(Joinable):
         self.scale = torch.ones(1, dtype=accelerators.widest_dtype(model.device), device=model.device)
 
     def count(self, *unused: Any) -> None:
-        """Say, before each forward pass, that this process contributes, and learn how many do."""
-        # In place: the adapters hold this very tensor.
+        """Notify the join context, before each forward pass, and store how many processes contribute."""
+        # In place: the adapters hold this tensor.
         scale = members_over_contributors(self)
         if scale is not None:
             self.scale.copy_(scale)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return JoinHook()  # it shadows nothing: DDP's own runs our communication hook, with zeros
+        return JoinHook()  # shadows nothing: DDP's own join hook runs our communication hook with zeros
 
     @property
     def join_device(self) -> torch.device:
@@ -172,7 +172,7 @@ def _joinable(joined: object) -> Joinable:
 
 
 def _is_hooked(model: DistributedDataParallel) -> bool:
-    """Return whether one of our hooks does the dividing, and not DDP itself."""
+    """Return whether one of our hooks divides, rather than DDP itself."""
     name, is_ours = hook_of(model)
     if name and not is_ours:
         raise ConfigError(

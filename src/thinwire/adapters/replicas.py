@@ -1,4 +1,4 @@
-"""`thinwire.check_replicas`: whether all processes still hold the same model."""
+"""`thinwire.check_replicas`: check that all processes still hold the same model."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.tensors.layout import local_tensor
 
-# Types as wide as the numbers of a tensor, to read their bits as whole numbers.
+# Integer types by element size, to view a tensor's bits as integers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Widened to 64 bits, and with as many factors, some parameters are as much memory as 128 MiB.
+# Chunk length: the elements widened to 64 bits, and as many factors, take 128 MiB.
 WORDS_AT_ONCE = 1 << 23
 
-# From one element's factor to the next one's, modulo 2⁶⁴: without a pattern, and even, so that factors are
-# odd and no bit is lost to them.
+# Added from one element's factor to the next, modulo 2⁶⁴. The factors then look random. It is even, so that
+# all factors are odd and multiplication loses no bit.
 STRIDE = -0x61C8864680B583EA
 
 
 def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Raise on all processes unless all hold the same parameters, to the bit. Collective.
 
-    No step checks this: the same messages make the same means if the arithmetic is the same. On different
-    kinds of GPU, or with products that each process tunes for itself, it is not, and parameters drift apart
-    in their last bits. There, ask every thousand steps or so.
+    No step checks this: the same messages give the same means if the arithmetic is the same. On different
+    kinds of GPU, or if each process autotunes its own matrix products, it is not, and parameters drift apart
+    in their last bits. Then call this every thousand steps or so.
 
     Args:
-        model: Between two steps. For an FSDP2 model, this process's shards are compared.
-        replicas: The processes that hold the same, None for all: for an FSDP2 model `mesh["replicate"]`.
+        model: The model, between two steps. For an FSDP2 model, this process's shards are compared.
+        replicas: The processes that hold the same parameters; None for all. For FSDP2: `mesh["replicate"]`.
 
     Cost: one read of the parameters, 16 bytes from each process, and a host synchronisation.
 
     Raises:
-        AgreementError: Some processes hold different ones than process 0.
-        AttachError: There is no process group, or the model is sharded and none was given.
+        AgreementError: Some processes hold different parameters than process 0.
+        AttachError: There is no process group, or the model is sharded and `replicas` was not given.
         CommunicationError: The collective failed.
         ConfigError: `model` is no module.
 
@@ -55,7 +55,7 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
         raise ConfigError(f"expected the model, a torch.nn.Module, got {shown(model)}")
     parameters: Iterable[tuple[str, Any]] = model.named_parameters()
     for name, parameter in parameters if replicas is None else ():
-        # One shard of one is the whole; `replicate` has DTensors too.
+        # A shard over one process is the whole parameter; `replicate` has DTensors too.
         placements = enumerate(getattr(parameter, "placements", ()))
         if any(one.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, one in placements):
             remedy = 'pass replicas=mesh["replicate"]'
@@ -74,14 +74,14 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return two whole numbers that differ, in all likelihood, if a bit or the order of elements does."""
+    """Return two integers that almost surely differ if any bit or the order of elements differs."""
     prints = torch.zeros(2, dtype=torch.int64)
     for tensor in tensors:
         flat = tensor.reshape(-1)
         numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         words = numbers.view(BITS[numbers.element_size()])
-        # Sums of whole numbers are the same in any order, and may wrap. Each element's place counts in both;
-        # the squares see what cancels in the other.
+        # Integer sums do not depend on order, and may wrap. Both sums depend on each element's position; the
+        # sum of squares shows differences that cancel in the other.
         for chunk in torch.split(words, WORDS_AT_ONCE):
             wide = chunk.long()
             weighted = torch.arange(len(wide), device=wide.device).mul_(STRIDE).add_(1).mul_(wide)

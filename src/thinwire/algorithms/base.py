@@ -22,7 +22,7 @@ MAX_SETTING_LENGTH = 60
 Kind = TypeVar("Kind", bound="Algorithm")
 
 Granularity: TypeAlias = "int | Literal['parameter', 'bucket']"
-"""What processes of a machine do not divide: some elements of a parameter, a parameter, or a bucket."""
+"""The unit that a machine's processes do not divide: some elements of a parameter, a parameter, a bucket."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Bucket:
     Attributes:
         specs: The parameters, in the order of their gradients.
         flat: Their gradients one after the other, shape (sum of elements,), each in its parameter's
-            order of memory. The exchange turns it into the mean, in place.
-        loss_scale: What the loss was multiplied by, a tensor of shape (); None if it was not.
+            memory order. `run` turns it into the mean, in place.
+        loss_scale: The factor that multiplied the loss, a tensor of shape (); None if there was none.
         rank: This member's number in the group.
     """
 
@@ -54,18 +54,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Slot:
-    """A kind of thing that algorithms remember: some tensors by label.
+    """A kind of state that algorithms keep: tensors by label.
 
     Attributes:
-        name: What it is called in saved state.
-        is_local: Whether it differs between members. Then its mean is saved, and every later step must depend
-            on the mean alone.
-        is_elementwise: Whether it has an element for each of a parameter's. Then its labels are the names of
-            parameters, its tensors flat, in the parameter's order of memory, and saved in the parameter's
-            shape. If not, its labels are those of routes.
+        name: Its name in saved state.
+        is_local: Whether it differs between members. If so, its mean is saved, and every later step must
+            depend on the mean alone.
+        is_elementwise: Whether it has one element for each element of a parameter. If so, its labels are
+            parameter names and its tensors are flat, in the parameter's memory order, but saved in the
+            parameter's shape. Otherwise its labels are those of routes.
         is_saved: Whether it is saved at all.
-        check: Raises `StateError` if a loaded tensor can't be one of it. Called with its label, the tensor,
-            and the shapes of all parameters by name.
+        check: Raises `StateError` if a loaded tensor is not valid for the slot. Called with the label, the
+            tensor, and the shapes of all parameters by name.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Slot:
     )
 
     def __hash__(self) -> int:
-        return hash(self.name)  # asked for hundreds of times a step
+        return hash(self.name)  # called hundreds of times a step
 
     def __post_init__(self) -> None:
         if self.is_local and self.is_saved and not self.is_elementwise:
@@ -93,7 +93,7 @@ class Memory:
 
     Attributes:
         step: Committed steps so far; those that were not finite do not count.
-        slots: Tensors by slot and label. Written behind the commit only.
+        slots: Tensors by slot and label. Written only after the commit.
 
     Examples:
         >>> memory = Memory()
@@ -114,19 +114,19 @@ class Memory:
         return tensors
 
     def copied(self, labels: Collection[str]) -> Memory:
-        """Return a memory with copies of what is kept under some labels."""
+        """Return a memory with copies of the tensors under some labels."""
         copies = {}
         for slot, tensors in self.slots.items():
             chosen = {label: tensors[label] for label in labels if label in tensors}
             copies[slot] = dict(zip(chosen, map(torch.empty_like, chosen.values()), strict=True))
-            if chosen:  # on an accelerator one launch copies many
+            if chosen:  # on an accelerator, one launch copies many tensors
                 torch._foreach_copy_(list(copies[slot].values()), list(chosen.values()))
         return Memory(self.step, copies)
 
     def restore(self, before: Memory) -> None:
-        """Become what was copied `before`, of all labels.
+        """Restore the state of all labels from the copy `before`.
 
-        Tensors of the same shape are written in place: plans may have tables of where they lie.
+        Tensors of the same shape are written in place: plans may hold tables of their addresses.
         """
         self.step = before.step
         for slot, tensors in self.slots.items():
@@ -145,10 +145,10 @@ class Diagnosis(NamedTuple):
     """How well the last step's approximations were, by route.
 
     Attributes:
-        labels: Of the routes.
-        relative_errors: Norm of what was not transmitted over the norm of what was to be; shape (routes,), of
-            float64, or fp32 on a device without that.
-        error_norms: Norm of what was not transmitted, unscaled; of the same type and shape.
+        labels: The labels of the routes.
+        relative_errors: Norm of what was not transmitted over the norm of what was to be; shape (routes,),
+            float64, or fp32 on a device without float64.
+        error_norms: Norm of what was not transmitted, unscaled; same shape and dtype.
     """
 
     labels: Sequence[str]
@@ -158,13 +158,13 @@ class Diagnosis(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan(ABC):
-    """How a bucket travels: made once from shapes, printed, executed.
+    """How a bucket is averaged: planned once from shapes, can be printed and run.
 
-    Only `run` must be written.
+    Subclasses must implement only `run`.
 
     Attributes:
         specs: The bucket's parameters, in the order of their gradients.
-        routes: How each travels, once past any warm-up.
+        routes: How each is sent, after any warm-up.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -174,13 +174,13 @@ class BucketPlan(ABC):
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Turn `bucket.flat` into the mean over the group, in place.
 
-        A generator that yields requests and receives their answers. The last one is `Commit`: behind it, and
-        only there, memory is written. It is resumed when all buckets of the step stand at theirs and what
-        they have received is healthy, and closed otherwise. Until then it may use `bucket.flat` as it likes.
+        A generator that yields requests and receives their answers. The last one is `Commit`; memory may be
+        written only after it. The generator is resumed if all buckets of the step reach their commits with
+        healthy values, and closed otherwise. It may overwrite `bucket.flat` before that.
 
         Args:
-            bucket: Of this plan's parameters.
-            memory: That of all buckets.
+            bucket: The gradients of this plan's parameters.
+            memory: The memory of all buckets.
         """
 
     @cached_property
@@ -190,65 +190,65 @@ class BucketPlan(ABC):
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The elements of each parameter."""
+        """The number of elements of each parameter."""
         return [spec.numel for spec in self.specs]
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The labels that memory may have for tensors of this bucket."""
+        """The labels under which memory may hold tensors of this bucket."""
         return tuple(dict.fromkeys([*self.names, *(route.label for route in self.routes)]))
 
     def kernels(self, device: torch.device) -> set[str]:
-        """Return the names of kernels that all members must have in common; none if all give the same."""
+        """Return the names of kernels that all members must share; none if all give the same results."""
         return set()
 
     def on_state_loaded(self, memory: Memory) -> str:
-        """Make memory fit this plan, after a different plan or a loaded state. Outside of any step.
+        """Adapt memory to this plan, after a different plan or a loaded state. Called between steps.
 
         Returns:
-            What could not be taken over as it was, and what that means, in a sentence; "" if all could.
+            A sentence that says what could not be kept as it was, and what that means; "" if all was kept.
         """
         return ""
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
-        """Return how well the last step's approximations were, not read back; None if that is not known."""
+        """Return how good the last step's approximations were, without host synchronisation, or None."""
         return None
 
 
 class Algorithm(ABC):
-    """How gradients become their mean over the group: what the user wrote; frozen, it never changes.
+    """How gradients become their mean over the group: a frozen config that the user writes.
 
-    An algorithm of your own needs three things: `slots`, all that its plans remember; `prepare`, which plans
-    a bucket; and `run` of that plan, which averages it. All else has a default.
+    An algorithm of your own needs three things: `slots`, all state that its plans keep; `prepare`, which
+    plans a bucket; and that plan's `run`, which averages it. Everything else has a default.
     """
 
-    # All that its plans remember and write.
+    # All state that its plans keep.
     slots: ClassVar[tuple[Slot, ...]] = ()
 
     # Optional from here on.
 
-    # Settings that are shown even with their default.
+    # Settings that are shown even if they have their default value.
     always_shown: ClassVar[tuple[str, ...]] = ()
 
-    # Other libraries' names of its settings, to tell a user who types one.
+    # Other libraries' names for its settings, so that an error can suggest ours.
     names_elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
-    # Whether a bucket's later messages are so large that each had better travel while gradients of other
-    # buckets are computed, than in one with those of all buckets at the end.
+    # Whether a bucket's later messages are large: it is then better to send each while other buckets'
+    # gradients are computed than to send those of all buckets as one at the end.
     pipelines_buckets: ClassVar[bool] = False
 
-    # Whether its commits have `commits_on_device`, so that the device takes back a step at no cost. In steps
+    # Whether its commits have `commits_on_device`, so that the device can undo a step at no cost. In steps
     # that drop memory the host may wait.
     decides_on_device: ClassVar[bool] = False
 
-    # The first steps, in which gradients travel uncompressed.
+    # How many steps at the start send gradients uncompressed.
     warmup_steps: int = 0
 
-    # Whether a step says nothing of most entries.
+    # Whether a step sends nothing for most entries.
     sends_few_entries: ClassVar[bool] = False
 
     def __new__(cls: type[Kind], *args: object, **settings: object) -> Kind:
-        """Refuse settings that it does not take, before `__init__`, which would not say what it takes."""
+        """Refuse unknown settings with a message that lists the known ones, which `__init__` would not."""
         taken = signature(cls.__init__)
         try:
             taken.bind_partial(None, *args, **settings)
@@ -260,7 +260,7 @@ class Algorithm(ABC):
         return super().__new__(cls)
 
     def __str__(self) -> str:
-        """Return how it is written in code, mostly without what has its default."""
+        """Return it as written in code, mostly without settings that have their default."""
         texts = {
             name: repr(value)
             for name, value in vars(self).items()
@@ -271,14 +271,14 @@ class Algorithm(ABC):
 
     @property
     def remembers(self) -> bool:
-        """Whether its steps write to memory, other than to take out what a different algorithm has left."""
+        """Whether its steps write to memory, other than to remove what a different algorithm has left."""
         return True
 
     @property
     def split_granularity(self) -> Granularity:
-        """The unit that must be averaged as one; the processes of a machine divide the rest of the work.
+        """The unit that must be averaged as a whole; the processes of a machine share the units among them.
 
-        A bucket, unless an algorithm says that what becomes of a parameter does not depend on its neighbours.
+        A bucket, unless an algorithm's result for a parameter does not depend on the others in its bucket.
         """
         return "bucket"
 
@@ -295,11 +295,11 @@ class Algorithm(ABC):
         """
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
-        """Return how each of a bucket's parameters would travel. Cost: arithmetic on shapes only."""
+        """Return how each of a bucket's parameters would be sent. Cost: arithmetic on shapes only."""
         return Plan(self.prepare(specs).routes if specs else ())
 
     def check_model(self, specs: Sequence[ParameterSpec]) -> None:
-        """Refuse a model, given by all its parameters, that can't be averaged as asked for.
+        """Raise if the model with these parameters can't be averaged with these settings.
 
         Raises:
             GradientError: A parameter's gradient can't be averaged.
@@ -314,18 +314,18 @@ def _respelt(
     args: Sequence[object],
     settings: Mapping[str, object],
 ) -> str:
-    """Return how to write what was meant by settings that an algorithm does not take."""
+    """Return how to write correctly what unknown settings probably meant."""
     names, called = list(defaults), kind.__name__
     for unknown in (name for name in settings if name not in names):
         elsewhere = kind.names_elsewhere.get(unknown)
-        # Only what this algorithm has: `BatchedPowerSGD` lacks some of `PowerSGD`'s.
+        # Only settings of this algorithm: `BatchedPowerSGD` lacks some of `PowerSGD`'s.
         meant = [elsewhere] if elsewhere in names else get_close_matches(unknown, names, n=1)
         if meant:
             return f"{called} has no setting {unknown!r}; write {called}({meant[0]}={settings[unknown]!r})"
         return f"{called} has no setting {unknown!r}; it has {', '.join(names) or 'none'}"
     if not names:
         return f"{called} has no settings, got {args[0]!r}; write {called}()"
-    # It may be a model, say, in the place that a different library has for it.
+    # The first positional argument may be anything, such as the model, which other libraries take first.
     value = args[0] if isinstance(args[0], int | float | str) else defaults[names[0]]
     return (
         f"{called} takes settings by name, got {args[0]!r} without one; write {called}({names[0]}={value!r})"

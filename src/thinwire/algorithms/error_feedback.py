@@ -1,4 +1,4 @@
-"""Error feedback: what a step could not transmit is added to the next one's gradient.
+"""Error feedback: what a step could not transmit is added to the gradient of the next one.
 
 Sources: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error
 Feedback Fixes SignSGD" (arXiv 1901.09847).
@@ -14,8 +14,8 @@ import torch
 from thinwire.algorithms.base import Bucket, Memory, Slot
 
 ERROR = Slot("error", is_local=True, is_elementwise=True)
-"""The residual: what this member's steps have not transmitted so far. fp32 (fp64 of fp64 gradients), in units
-of the unscaled loss."""
+"""The residual: what this member has not transmitted yet. fp32 (fp64 for fp64 gradients), in units of the
+unscaled loss."""
 
 
 def parts_with_residual(
@@ -31,12 +31,12 @@ def parts_with_residual(
 
 
 def residuals_of(memory: Memory, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return copies of the residuals of some parameters; none of those that have none."""
+    """Return copies of the residuals of those of the parameters that have one."""
     return {name: memory[ERROR][name].clone() for name in names if name in memory[ERROR]}
 
 
 def put_back_residuals(memory: Memory, names: Iterable[str], before: Mapping[str, torch.Tensor]) -> None:
-    """Make the residuals of some parameters those that `residuals_of` has returned."""
+    """Restore the residuals of some parameters from the result of `residuals_of`."""
     errors = memory[ERROR]
     for name in names:
         errors.pop(name, None)
@@ -46,9 +46,9 @@ def put_back_residuals(memory: Memory, names: Iterable[str], before: Mapping[str
 class WithResidual(NamedTuple):
     """Gradients that travel uncompressed, with their residual."""
 
-    # Flat; then, if some residual may not fit, one element that tells whether any remains on this member.
+    # Flat; then, if some residual may not fit, one element that says whether any remains on this member.
     parts: list[torch.Tensor]
-    # Parts outside the range of the types on the way, by parameter: the same names on all members.
+    # What does not fit the range of the types on the way, by parameter: the same names on all members.
     remainders: dict[str, torch.Tensor]
 
 
@@ -59,7 +59,7 @@ def with_residual(
     gradients: Sequence[torch.Tensor],
     wire_dtype: torch.dtype | None,
 ) -> WithResidual:
-    """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed."""
+    """Return gradients of a bucket, each plus its residual, to be sent uncompressed."""
     errors = memory[ERROR]
     if errors.keys().isdisjoint(names):
         return WithResidual(list(gradients), {})
@@ -72,19 +72,19 @@ def with_residual(
         if error is not None:
             fitting = residual = error if scale is None else error * scale
             if is_narrow:
-                # Add only as much residual as keeps the sum finite in this type: a step with an infinite sum
-                # would be skipped, and the next, and no residual would ever be sent. A gradient that is not
-                # finite itself stays so.
+                # Add only as much residual as keeps the sum finite in this type. A step with an infinite sum
+                # would be skipped, and so would every later one: the residual would never be sent. A gradient
+                # that is not finite itself stays so.
                 headroom = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
                 fitting = residual.clamp(-headroom, headroom)
                 remainder = residual - fitting
-                # Even if it is zero: names must be the same on all members, whose amounts differ.
+                # Even if it is zero: the names must be the same on all members, but the amounts differ.
                 sent.remainders[name] = remainder if scale is None else remainder / scale
             sent.parts.append(gradient + fitting)
         else:
             sent.parts.append(gradient)
     if sent.remainders:
-        # The mean of it tells every member whether any keeps something: they must keep it all or none.
+        # The mean of this shows every member whether any keeps a remainder: all must keep one, or none.
         remains = torch.stack([remainder.any() for remainder in sent.remainders.values()]).any()
         sent.parts.append(remains.to(dtype).view(1))
     return sent
@@ -93,7 +93,7 @@ def with_residual(
 def keep_remainder(
     memory: Memory, names: Iterable[str], sent: WithResidual, means: Sequence[torch.Tensor] | torch.Tensor
 ) -> None:
-    """Drop the residual of parameters that were sent with it, but for what did not fit."""
+    """Drop the residuals that were sent, except for what did not fit."""
     errors = memory[ERROR]
     for name in names:
         errors.pop(name, None)

@@ -1,4 +1,4 @@
-"""Gradients that travel uncompressed: the exact mean, in their own type or in 16 bits."""
+"""Gradients sent uncompressed: the exact mean, in their own type or in 16 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.plan import ParameterSpec, Route
 
 
 class _Uncompressed(Algorithm):
-    """Remembers nothing, and divides anywhere."""
+    """An algorithm that keeps no state and can be divided at any element."""
 
     slots = (ERROR,)
     remembers = False
@@ -31,7 +31,7 @@ class AllReduce(_Uncompressed):
     """Average gradients exactly, as DDP does without a hook.
 
     If an algorithm with error feedback ran before it (`GradientSync.use`), its first step also sends the
-    residual, so nothing is lost. (What fp16 gradients can't hold of it is sent in the steps after.)
+    residual, so nothing is lost. (What fp16 gradients can't hold of it is sent in later steps.)
 
     Cost: one round of the gradient's own bytes; no memory.
 
@@ -46,7 +46,7 @@ class AllReduce(_Uncompressed):
 
 @dataclass(frozen=True)
 class UncompressedPlan(BucketPlan):
-    """Every gradient as it is."""
+    """The plan that sends every gradient as it is."""
 
     wire_dtype: torch.dtype | None  # None for the gradient's own
 
@@ -72,7 +72,7 @@ def average_uncompressed(
     always_checks: bool = False,
 ) -> Requests:
     """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
-    # The same on all members, whose residuals have the same names: it decides the length of the message.
+    # The same on all members, as their residuals have the same names: it decides the message's length.
     residuals = memory.slots.get(ERROR) if memory.slots else None
     has_residual = residuals is not None and not residuals.keys().isdisjoint(names)
     message = bucket.flat
@@ -80,10 +80,10 @@ def average_uncompressed(
         sent = with_residual(bucket, memory, names, bucket.gradients, wire_dtype)
         message = torch.cat(sent.parts)
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
-    # Without a residual the bucket travels where it lies, and its mean comes back there.
+    # Without a residual the bucket is averaged in place.
     if mean is not bucket.flat:
         bucket.flat.copy_(mean[: len(bucket.flat)])
-    # The gradients, not the mean, whose type may be wider: what is infinite in either is so in them.
+    # Check the gradients, not the mean, whose dtype may be wider: infinite values of either show in them.
     is_healthy = yield Commit(
         AllFinite((bucket.flat,)), writes=has_residual or always_checks, commits_on_device=not has_residual
     )
@@ -118,13 +118,13 @@ class Cast(_Uncompressed):
     """Average gradients in 16 bits: half the bytes of fp32, rounded.
 
     "fp16" has 11 bits of precision and overflows above 65 504 (the mean comes out infinite, so that
-    a `GradScaler` skips the step); "bf16" has 8 bits and fp32's range. There is no error feedback,
-    as in PyTorch's `fp16_compress_hook`.
+    a `GradScaler` skips the step); "bf16" has 8 bits and fp32's range. As in PyTorch's
+    `fp16_compress_hook`, there is no error feedback.
 
     Args:
         dtype: "fp16" or "bf16", or torch's name or object for it: `Cast(torch.bfloat16)`.
 
-    Cost: one round of 2 bytes per element; a 16-bit copy of the bucket while it travels.
+    Cost: one round of 2 bytes per element; a 16-bit copy of the bucket while it is sent.
 
     Raises:
         ConfigError: Any other type.

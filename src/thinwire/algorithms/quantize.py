@@ -23,10 +23,10 @@ from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
 from thinwire.tensors.rounding import CounterRNG, RandomBits
 
-# Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
+# With this unit a block's codes, of any number of bits, and its scale fill an even number of bytes.
 BLOCK_UNIT = 16
-# A scale then adds 0.004 bits to an element. Longer blocks would make messages of biases longer: the last
-# block of a parameter travels whole.
+# At this length a scale adds 0.004 bits to an element. Longer blocks would make messages of biases longer:
+# the last block of a parameter is sent whole.
 MAX_BLOCK = 4096
 OF_THE_MEAN = -1
 
@@ -36,34 +36,34 @@ class Quantize(Algorithm):
     """Average gradients in few bits: a code for each element, a scale for each block of them.
 
     Every member averages a share of the blocks: it receives their codes from all, adds them up in fp32 (fp64
-    of fp64 gradients), codes the mean again, and sends it to all. All members decode the same bytes.
+    for fp64 gradients), encodes the mean again, and sends it to all. All members decode the same bytes.
 
-    For Adam-like optimizers, which need no error feedback at these precisions, and which low-rank
-    approximation serves badly. From 4 bits on zeros stay zeros; below, a zero beside others comes out as a
-    small number.
+    Meant for Adam-like optimizers, which need no error feedback at these precisions and work badly with
+    low-rank approximation. With 4 bits or more, zeros stay zeros; with fewer, a zero in a block with other
+    values becomes a small number.
 
     Args:
-        bits: 8, 6, 5, 4, 3, 2 or 1. Codes of 4 bits and more are fractions of the block's largest element,
-            those of 3 and 2 bits the best levels of a Gaussian, with the scale that fits the block best, and
-            1 bit is the sign times its mean magnitude.
+        bits: 8, 6, 5, 4, 3, 2 or 1. Codes of 4 bits and more are fractions of the block's largest element.
+            Codes of 3 and 2 bits are the optimal levels for a Gaussian, with the scale that fits the block
+            best. 1 bit is the sign times the block's mean magnitude.
         block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new
             block. Shorter ones are more exact: with 64, a scale adds a quarter of a bit to each element.
-        rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
-            rounding is right on average (up to the outermost levels, which 3, 2 and 1 bits exceed). The
-            members' chances differ, and those of their mean are the same on all.
-        error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains by it in
+        rounding: "nearest" level, or "stochastic": one of the two levels around a number at random, so that
+            rounding is right on average (except beyond the outermost levels, with 3, 2 and 1 bits). Members
+            draw different random numbers for their gradients, and the same ones for the mean.
+        error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains from it in
             2 and 1 bits; Adam loses below 4.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
 
     Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
-    keeps an fp32 residual of the size of the gradients (fp64 of fp64) and makes a host synchronisation, for
+    keeps an fp32 residual of the size of the gradients (fp64 for fp64) and makes a host synchronisation, for
     the finite check (none without `host_check`).
 
-    A scale has fp32's range: fp64 gradients beyond it are not finite. For any type, what is beyond half of it
-    (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for. Blocks whose
-    scale would be below 1.2e-38 become zeros; of any other, both roundings (to the nearest level) leave less
-    than there was, so that a residual does not grow. After an algorithm with error feedback
-    (`GradientSync.use`), the first step without sends gradients and residual uncompressed: nothing is lost.
+    A scale has fp32's range: fp64 gradients beyond it are not finite. For any dtype, values beyond half of
+    that range (1.7e38) may not be finite either, since below 8 bits a level may exceed the number it stands
+    for. Blocks whose scale would be below 1.2e-38 become zeros. In all others both roundings (to the nearest
+    level) leave an error smaller than the value, so that a residual does not grow. After an algorithm with
+    error feedback (`GradientSync.use`), the first step without it sends gradients and residual uncompressed.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -115,8 +115,8 @@ class Quantize(Algorithm):
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         numels = [spec.numel for spec in specs]
         blocks = Blocks(tuple(numels), self.block, num_members)
-        # Every member averages as many blocks, so the last ones may be empty; they travel all the same, and
-        # the largest parameter's route bears them.
+        # Every member averages the same number of blocks, so the last ones may be empty. They are sent all
+        # the same, and count in the largest parameter's route.
         counts = list(blocks.counts)
         counts[numels.index(max(numels))] += blocks.share * num_members - blocks.total
         routes = [
@@ -135,49 +135,49 @@ class Quantize(Algorithm):
 
 @dataclass(frozen=True)
 class QuantizePlan(BucketPlan):
-    """A bucket in blocks, each with a scale; each member averages a share of them."""
+    """The plan of a bucket in blocks, each with a scale; each member averages a share of them."""
 
     config: Quantize
     blocks: Blocks
-    # The kernels of the last step, and what has chosen them.
+    # The kernels of the last step, by the facts that chose them.
     _kernels: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The type that is computed in, and that residuals have."""
+        """The dtype of the arithmetic and of residuals."""
         return self.specs[0].memory_dtype
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Average in few bits, in two rounds; in one, exactly, if there is a residual that no one will add.
+        """Average in few bits, in two rounds; exactly, in one, if a residual is left from another algorithm.
 
         1. With error feedback: values ← gradient + residual.
-        2. Code all blocks, and send to each member those that it averages (first round).
-        3. Decode what all have sent of this member's blocks, take the mean in full precision, code it again.
+        2. Encode all blocks, and send to each member those that it averages (first round).
+        3. Decode this member's blocks from all members, average them in full precision, encode the mean.
         4. Gather the coded means of all blocks (second round). All members decode the same bytes.
-        5. Behind the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
-           and what coding its mean has lost.
+        5. After the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
+           plus what encoding its mean has lost.
         """
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):
             yield from average_uncompressed(self.names, bucket, memory, None, always_checks=True)
             return
-        if not blocks.total:  # on all members alike: no one sends, and no one waits
+        if not blocks.total:  # the same on all members: none sends, so none waits
             yield Commit(all_finite, writes=False)
             return
         values = bucket.flat
         if keeps_residual:
-            # In 16 bits the sum would lose it: it is often below a gradient's last bit.
+            # In 16 bits the sum would lose the residual: it is often below a gradient's last bit.
             values = values.to(self.dtype)
             parts, errors = parts_with_residual(bucket, memory, values)
             if errors:
                 torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
 
-        # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
-        # twice (by its member, and as a mean), and the sum is of full precision.
+        # A ring all-reduce of codes would round every partial sum again. This way each number is rounded only
+        # twice (by its member, and as a mean), and the sum has full precision.
         codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
         kernels = self._code_kernels(values)
-        # The mean's random bits are seeded by parameter and place, not by member: all draw the same for a
-        # block.
+        # The mean's random bits are seeded by parameter and position, not by member: every member would draw
+        # the same ones for a block.
         of_values: RandomBits | None = None
         of_mean: RandomBits | None = None
         if self.config.rounding == "stochastic":
@@ -190,7 +190,7 @@ class QuantizePlan(BucketPlan):
         mean = kernels.averaged(MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype))
         coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
-        # Only the gathered scales are the same on all members: by others some would commit, and some not.
+        # Only the gathered scales are the same on all members: with others, some would commit and some not.
         yield Commit(AllFinite((coded.scales,)), writes=keeps_residual)
         if lost is None:
             kernels.decode(coded, blocks, codebook, bucket.flat)
@@ -207,8 +207,8 @@ class QuantizePlan(BucketPlan):
         return kernels
 
     def squared_norm(self, sent: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the sum of squares of the means that a member gathers (second round), as all decode them."""
-        # All others' blocks have scale 0, which makes any code a zero.
+        """Return the sum of squares of a member's means, as all decode what it sends in the second round."""
+        # The other members' blocks get scale 0, which decodes any code to zero.
         alone = sent.new_zeros(self.blocks.num_members, len(sent))
         alone[rank] = sent
         decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)

@@ -1,4 +1,4 @@
-"""The algorithms there are: what demo, advise, check, the conformance suite and the command line iterate."""
+"""All algorithms, for demo, advise, check, the conformance suite and the command line to iterate over."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from thinwire.algorithms.topk import TopK
 from thinwire.checks import shown
 from thinwire.errors import ConfigError
 
-AUTO = "auto"  # as text, what chooses an algorithm
+AUTO = "auto"  # in place of an algorithm's name: choose one
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An algorithm with settings that are tried."""
+    """An algorithm with settings to try."""
 
-    code: str  # as it is written in code, behind `thinwire.`
+    code: str  # as it is written in code, after `thinwire.`
     algorithm: Algorithm
-    # Relative error up to which its means are the true ones; if it keeps a residual, all so far, with it.
+    # Largest relative error of its means. If it keeps a residual: of the sum of all means and the residual.
     tolerance: float = 1e-5
     is_checked: bool = False  # by `thinwire check`
-    is_priced: bool = False  # by `thinwire.advise`, which has a table of what it costs in loss
+    is_priced: bool = False  # by `thinwire.advise`, which has a table of its cost in loss
     keeps_16_bits: bool = False  # whether its means are as good as 16 bits
-    # Algorithms that surely lose less, and more, as `str` of an algorithm, if this one was not measured.
+    # If this one was not measured: algorithms (as `str`) that certainly lose less, and more.
     loses_more_than: str = ""
     loses_less_than: str = ""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """An algorithm that there is."""
+    """An algorithm with its name and its variants."""
 
     name: str  # on a command line
     make: Callable[..., Algorithm]  # with settings by name; all have defaults
     variants: tuple[Variant, ...] = ()
-    priced_too: tuple[Variant, ...] = ()  # that `thinwire.advise` alone tries
+    priced_too: tuple[Variant, ...] = ()  # tried by `thinwire.advise` only
     is_lossy: bool = True  # whether its means are approximate
 
     @property
@@ -56,7 +56,7 @@ class Registered:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it remembers anything between steps."""
+        """Whether it keeps state between steps."""
         return self.make().remembers
 
     @property
@@ -65,7 +65,7 @@ class Registered:
         return (*(variant for variant in self.variants if variant.is_priced), *self.priced_too)
 
     def made(self, **offered: object) -> Algorithm:
-        """Make it, with those of some settings that it has."""
+        """Make it, with those of the offered settings that it has."""
         names = vars(self.make())
         return self.make(**{name: value for name, value in offered.items() if name in names})
 
@@ -185,13 +185,13 @@ REGISTRY: tuple[Registered, ...] = (
     Registered(
         "topk",
         TopK,
-        # Only with these settings is nothing forgotten, which is what is checked.
+        # The check is that nothing is forgotten, which holds only with these settings.
         (_tried('TopK(error_decay=1, merge="members")', is_checked=True),),
         priced_too=(Variant("TopK(density=1 / 32)", TopK(density=1 / 32)),),
     ),
 )
 
-# Whichever algorithm saved it, a state's slots are known by name.
+# A state's slots are found by name, whichever algorithm saved it.
 SLOTS: Mapping[str, Slot] = MappingProxyType({slot.name: slot for kind in KINDS for slot in kind.slots})
 
 

@@ -13,27 +13,27 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """Ask for the mean of a flat floating tensor, given away: the answer may lie in its memory."""
+    """Ask for the mean of a flat floating-point tensor; the answer may reuse its memory."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Ask for the tensors of all members, flat, of any type, given away: (n,) → (members, n)."""
+    """Ask for the flat tensors of all members, any dtype: (n,) → (members, n). The tensor may be reused."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Send row i, of any type, to member i, and ask for its row for this one: (members, n) → (members, n)."""
+    """Send row i to member i, and ask for its row for this member: (members, n) → (members, n), any dtype."""
 
     tensor: torch.Tensor
 
 
 CollectiveRequest: TypeAlias = Mean | AllGather | AllToAll
-"""A request that sends something."""
+"""A request that sends a message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +41,10 @@ class Jointly:
     """Compute something for all buckets of the step at once, without sending.
 
     Args:
-        function: Takes the items of all buckets in one list and returns as many results, or None. Buckets
-            whose requests name the same function, and are of one kind, are served by one call.
-        items: Of this bucket; the answer is the list of their results.
-        kind: Such as a device: what has different ones can't be computed in one call.
+        function: Takes the items of all buckets in one list and returns one result for each, or None. One
+            call serves all buckets whose requests have the same function and kind.
+        items: The items of this bucket; the answer is the list of their results.
+        kind: Such as a device: items of different kinds can't be computed in one call.
     """
 
     function: Callable[[list[Any]], Sequence[Any] | None]
@@ -56,7 +56,7 @@ class Jointly:
 class AllFinite:
     """Healthy, for a `Commit`, if every element of tensors that all members have received is finite.
 
-    The engine looks at those of all buckets at once: on an accelerator, with a few launches.
+    The engine checks the tensors of all buckets together: on an accelerator, with a few launches.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -64,20 +64,20 @@ class AllFinite:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """Wait until all of the step may be written: the last request of every exchange.
+    """Wait until the whole step may be written: the last request of every `run`.
 
-    The generator is resumed if all buckets of the step stand here and are healthy, and closed otherwise.
-    Before it, memory is only read.
+    The generator is resumed if all buckets of the step get here and are healthy, and closed otherwise.
+    Before the commit, memory is only read.
 
     Args:
-        is_healthy: Returns whether what this bucket has received may be used, as a tensor of one bool. It
-            must be computed from what all members have received alike, or members would decide differently.
-            It is called only if the answer matters, since looking costs a pass.
-        writes: Whether memory is written behind the commit. If nothing of the step writes, no one asks.
-        commits_on_device: Whether the plan keeps to the answer: None if the step is healthy; or one bool, not
-            read back, if the host does not ask. If it is false, the exchange leaves memory as it was and
-            makes all gradients NaN. For a plan without this the host asks in any case. After its commit it
-            may ask for `Jointly`.
+        is_healthy: Returns whether the values this bucket has received may be used, as a tensor of one bool.
+            Compute it only from values that all members have received, or members would decide differently.
+            It is called only if the answer matters, since the check costs a pass.
+        writes: Whether memory is written after the commit. If no bucket writes, health is not checked.
+        commits_on_device: Whether the plan handles the answer itself. The answer is None if the step is
+            healthy. If the host does not wait, it is a tensor of one bool; if that is false, the plan must
+            leave memory as it was and make all gradients NaN. Without this the host always waits. After such
+            a commit the plan may yield `Jointly`.
     """
 
     is_healthy: Callable[[], torch.Tensor] | AllFinite
@@ -88,12 +88,12 @@ class Commit:
 Request: TypeAlias = Mean | AllGather | AllToAll | Jointly | Commit
 
 Requests: TypeAlias = Generator["Request | tuple[CollectiveRequest, ...]", Any, None]
-"""Yields a request and receives its answer; several messages at once, and their answers in the same order.
+"""Yields a request, or a tuple of them, and receives the answer, or a tuple of answers in the same order.
 
-All messages that are yielded together, in all buckets, are under way together; those of one operation, type
-and device travel as one.
+All messages that the buckets yield at the same time are sent together; those of one operation, dtype and
+device are sent as one.
 """
 
 Answer = TypeVar("Answer")
 Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
-"""A part of an exchange: it yields requests and returns their result."""
+"""A part of a `run`: it yields requests and returns a result."""

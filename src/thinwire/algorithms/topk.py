@@ -1,4 +1,4 @@
-"""Top-k: of each chunk of a gradient only the largest entries, in few bits."""
+"""Top-k: send only the largest entries of each chunk of a gradient, in few bits."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ BITS = (2, 4, 8, 16)
 MAX_CHUNK = 1 << 16
 
 REDUCTION = Slot("reduction", is_local=True, is_saved=False)
-"""By how much sending has reduced the squared norm of each chunk's residual, a number for each."""
+"""How much sending has reduced the squared norm of each chunk's residual, one number per chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Algorithm):
     """Send the largest entries of each chunk of a gradient, in few bits, and remember the rest.
 
-    Each member adds its residual, weakened by `error_decay`, to its gradient, and sends the entries of
-    largest magnitude of each chunk: where they stand and what they are. What is not sent, and what the few
-    bits round off, is its new residual. With `LocalSGD(…, algorithm=TopK())` this is SparseLoCo.
+    Each member adds its residual, times `error_decay`, to its gradient, and sends the positions and values of
+    each chunk's entries of largest magnitude. The entries that are not sent, and the rounding of those that
+    are, become its new residual. With `LocalSGD(…, algorithm=TopK())` this is SparseLoCo.
 
     Sources: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv 2508.15706), for
     chunks, decay and few bits; Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), for sparse
     gradients with error feedback.
 
     **Bytes grow with the group.** Every member receives what each of the others sends (an all-gather), while
-    an average costs about the same in any group. The plan counts that: bytes as of an all-reduce, see
-    `Stats`. With the defaults, fp32 and large parameters the compression ratio is about 390 / members.
+    an all-reduce costs about the same in any group. The plan counts this, see `message_bytes` in `Stats`.
+    With the defaults, fp32 and large parameters the compression ratio is about 390 / members.
 
     Args:
         density: Share of the entries of each chunk that is sent, above 0 and at most 1; at least one entry.
-        bits: Of each entry that is sent, its sign among them. With 2 an entry is one of two magnitudes of its
-            chunk: the two that leave the least squared error. With 4 or 8, one of 8 or 128 that lie evenly
-            between the smallest and the largest that is sent of the chunk. With 16, bf16.
-        chunk: Entries of a chunk, at most 65,536. Each parameter begins a new one, in the order of memory, so
+        bits: Bits of each entry that is sent, including its sign. With 2, a chunk has two magnitudes: the two
+            with the least squared error. With 4 or 8 it has 8 or 128, evenly spaced between the smallest and
+            the largest magnitude sent of the chunk. With 16, entries are bf16.
+        chunk: Entries of a chunk, at most 65,536. Each parameter begins a new one, in memory order, so
             results do not depend on buckets.
-        error_decay: What the residual is multiplied by in each step, above 0 and at most 1. Below 1, what is
-            not sent is slowly forgotten: it is worth something only as long as it still says where to go.
-        merge: "senders" for the mean over those that have sent an entry, "members" for the mean over all,
-            in which what was not sent counts as zero. With "senders" an entry that only one member has sent
-            moves by all of that member's. A byte GPT of 0.18 M parameters, averaged every 15 steps of AdamW
-            by 4 members for 600 steps (2 seeds), came 0.8 % below and just to the loss of averaging whole
-            changes with "senders", and 5.4 % above with "members"; 2 % above with an outer rate of 2.5.
+        error_decay: The residual's factor in each step, above 0 and at most 1. Below 1, unsent entries are
+            slowly forgotten: a residual helps only while it still points in a useful direction.
+        merge: "senders" for the mean over the members that have sent an entry, "members" for the mean over
+            all, in which unsent entries count as zero. With "senders", an entry that only one member has sent
+            changes by that member's full value. Against averaging whole changes, the loss of a byte GPT of
+            0.18 M parameters (4 members, averaged every 15 of 600 AdamW steps, 2 seeds) was 0.8 % lower and
+            equal with "senders", 5.4 % higher with "members" (2 % with an outer rate of 2.5).
 
-    With "members" and an `error_decay` of 1, the sum of results and the mean residual is the sum of true
-    means: nothing is lost. With "senders" results are larger than the mean of what was sent; if uneven inputs
-    are divided by the contributors (`thinwire.join`), they are too large: use "members" then.
+    With "members" and an `error_decay` of 1, all results plus the mean residual add up to the sum of the true
+    means: nothing is lost. With "senders", results are larger than the mean of what was sent. They are too
+    large if uneven inputs are divided by the contributors (`thinwire.join`): use "members" then.
 
     Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for each
-    chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; arithmetic of about 13
-    copies of the gradients on one CPU thread with Numba (25 without), and one or two more for each member
-    beyond two, or five launches a bucket by Triton, for chunks up to 4,096 of which at most 1,024 entries are
-    sent; one host synchronisation, for the finite check (none without `host_check`).
+    chunk; the residual, fp32 (fp64 for fp64 gradients), of the size of the gradients; one host
+    synchronisation, for the finite check (none without `host_check`). The arithmetic takes as long as about
+    13 copies of the gradients on one CPU thread with Numba (25 without), and one or two more per member
+    beyond two; or five Triton launches per bucket, for chunks up to 4,096 with at most 1,024 entries sent.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -126,19 +126,19 @@ class TopK(Algorithm):
 
 @dataclass(frozen=True)
 class TopKPlan(BucketPlan):
-    """The largest entries of a bucket's chunks."""
+    """The plan that sends the largest entries of a bucket's chunks."""
 
     config: TopK
     layout: EntryLayout
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Average the bucket by the largest entries of each chunk, in one round; in none without elements.
+        """Average the bucket by the largest entries of each chunk, in one round (none if it has no elements).
 
         1. values ← gradient + error_decay · residual.
-        2. Of each chunk take the entries of largest magnitude, in few bits, with their positions.
-        3. Gather what all members have taken.
-        4. Behind the commit: residual ← values less what this member has sent; gradient ← the sum of what was
-           sent of an entry, over those that have sent it, or over all members (`merge`).
+        2. Encode the entries of largest magnitude of each chunk, in few bits, with their positions.
+        3. Gather the encoded entries of all members.
+        4. After the commit: residual ← values − what this member has sent; gradient ← each entry's sum, over
+           the number of members that have sent it, or of all members (`merge`).
         """
         if not self.layout.parts:
             yield Commit(all_finite, writes=False)
@@ -157,7 +157,7 @@ class TopKPlan(BucketPlan):
         )
         message = kernels.encode(query)  # 1, 2
         sent = kernels.decode(query, (yield AllGather(message)))  # 3
-        # A chunk with anything that is not finite has no finite value.
+        # If an entry of a chunk is not finite, no encoded value of the chunk is.
         is_healthy = yield Commit(AllFinite((sent[1],)), commits_on_device=kernels.commits_on_device)
         counts = [-(-size // self.config.chunk) for size in self.sizes]
         less = self._in_one(memory[REDUCTION], counts, accelerators.widest_dtype(device), device)
@@ -168,8 +168,8 @@ class TopKPlan(BucketPlan):
     def _in_one(
         self, tensors: Mapping[str, torch.Tensor], sizes: list[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return what memory has of all parameters as one: mostly it lies so. Zeros for what it lacks."""
-        # Other buckets may have left it in another shape.
+        """Return the parameters' tensors in memory as one, mostly without a copy. Zeros for missing ones."""
+        # Other buckets may have left tensors of another shape.
         known = {
             name: part
             for name, size in zip(self.names, sizes, strict=True)
@@ -187,7 +187,7 @@ class TopKPlan(BucketPlan):
             return None
         dtype = accelerators.widest_dtype(memory[ERROR][names[0]].device)
         remaining = torch.stack([memory[ERROR][name].to(dtype).norm() for name in names])
-        # Rounding up to few bits may leave more than there was.
+        # Rounding up to few bits may make a residual larger than the value was.
         reduced = torch.stack([memory[REDUCTION][name].sum() for name in names]).clamp_min_(0)
         wanted = (remaining.square() + reduced).sqrt_()
         return Diagnosis(names, torch.where(wanted > 0, remaining / wanted, 0.0), remaining)

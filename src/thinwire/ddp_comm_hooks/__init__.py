@@ -39,7 +39,7 @@ __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
 @dataclass(frozen=True)
 class _Registration:
-    """Registers a hook on a model: `DDPCommHookType.….value`."""
+    """Registers a hook on a model: a `DDPCommHookType.….value`."""
 
     comm_hook: Callable[..., Any]
     matrix_approximation_rank: int | None = None
@@ -47,7 +47,7 @@ class _Registration:
     def __call__(
         self, model: torch.nn.Module, state: object = None, start_powerSGD_iter: int | None = None
     ) -> None:
-        # torch's values take a group here, and make the state of it themselves.
+        # As in torch, the state is a process group here, and the hook's own state is made from it.
         if not (state is None or isinstance(state, dist.ProcessGroup)):
             raise ConfigError(
                 f"state must be a process group or None, got {type(state).__name__}; with your own "
@@ -70,7 +70,7 @@ class DDPCommHookType(Enum):
     the value is called with `start_powerSGD_iter` as well.
     """
 
-    # Objects that can be called: an Enum takes a function for a method, and not for a member.
+    # Callable objects: an Enum would treat a function as a method, not as a member.
     ALLREDUCE = _Registration(hooks.allreduce_hook)
     FP16_COMPRESS = _Registration(hooks.fp16_compress_hook)
     BF16_COMPRESS = _Registration(hooks.bf16_compress_hook)
@@ -91,8 +91,8 @@ def register_ddp_comm_hook(
     """Register a hook by its name on a DDP model.
 
     Args:
-        comm_hook_type: Or one of torch's own `torch.distributed.BuiltinCommHookType`, in whose place the hook
-            of the same name is registered.
+        comm_hook_type: The hook. For one of torch's own `torch.distributed.BuiltinCommHookType`, Thinwire's
+            hook of the same name is registered.
         model: The DDP model.
         state: Its process group, None for the default one.
 
@@ -100,7 +100,7 @@ def register_ddp_comm_hook(
         ConfigError: Not such a type (torch's own `DDPCommHookType` names torch's hooks), or no process group.
         AttachError: Not a DDP model, or it has a hook already.
     """
-    # torch's built-in hooks are C++: those of ours that do the same stand in for them.
+    # torch's built-in hooks are written in C++: our hooks of the same names replace them.
     if isinstance(comm_hook_type, BuiltinCommHookType):
         comm_hook_type = DDPCommHookType[comm_hook_type.name]
     if not isinstance(comm_hook_type, DDPCommHookType):

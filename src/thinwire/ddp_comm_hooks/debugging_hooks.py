@@ -1,4 +1,4 @@
-"""The name of torch's `debugging_hooks`; `thinwire.hooks` says what it does."""
+"""The name in torch's `debugging_hooks`; `thinwire.hooks` says what it does."""
 
 from thinwire.hooks import noop_hook
 

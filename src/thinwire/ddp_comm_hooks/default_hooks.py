@@ -1,4 +1,4 @@
-"""The names of torch's `default_hooks`; `thinwire.hooks` says what each does."""
+"""The names in torch's `default_hooks`; `thinwire.hooks` says what each does."""
 
 from thinwire.hooks import (
     allreduce_hook,

@@ -8,12 +8,12 @@ from thinwire.errors import ConfigError
 
 __all__: list[str] = []
 
-# Underscored there, but what users of an optimizer in the backward pass import.
+# torch underscores them, but users of an optimizer in the backward pass import them.
 TORCHS = ("_OptimizerHookState", "_apply_optim_in_backward_hook", "_hook_then_optimizer")
 
 
 def __getattr__(name: str) -> NoReturn:
-    # Asked for, and not only missing: an AttributeError would not say what to do instead.
+    # Raise an error that says what to do instead, which an AttributeError would not.
     if name in TORCHS:
         raise ConfigError(
             f"{name} is not offered: the means of all buckets come together, so an optimizer in the hook "

@@ -1,4 +1,4 @@
-"""The names of torch's `post_localSGD_hook`; `thinwire.hooks` says what each does."""
+"""The names in torch's `post_localSGD_hook`; `thinwire.hooks` says what each does."""
 
 from thinwire.hooks import PostLocalSGDState, post_localSGD_hook
 

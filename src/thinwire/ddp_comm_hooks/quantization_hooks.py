@@ -1,4 +1,4 @@
-"""The names of torch's `quantization_hooks`; `thinwire.hooks` says what each does."""
+"""The names in torch's `quantization_hooks`; `thinwire.hooks` says what each does."""
 
 from thinwire.hooks import quantization_perchannel_hook, quantization_pertensor_hook
 

@@ -55,13 +55,13 @@ Hook: TypeAlias = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook with its messages in fp16: the factors of PowerSGD, not its memory, which stays fp32.
+    """Return a hook with its messages in fp16: PowerSGD's factors, not its memory, which stays in fp32.
 
-    Hooks whose messages have 16 or 8 bits already (those wrapped before, too), or that send none, are given
-    back as they are.
+    Hooks whose messages have 16 or 8 bits already (including wrapped ones), or that send none, are returned
+    as they are.
 
     Raises:
-        ConfigError: It is a foreign hook, whose messages can't be reached.
+        ConfigError: It is not one of Thinwire's hooks, so its messages can't be reached.
     """
     return _wrapped(hook, "fp16")
 
@@ -71,7 +71,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _wrapped(hook, "bf16")
 
 
-# The hooks with large messages, each with what also takes a type for them.
+# The hooks with large messages, each with its function that also takes a dtype for them.
 LARGE: list[tuple[Hook, Callable[..., Future[torch.Tensor]]]] = [
     (allreduce_hook, stateless.averaged),
     (powerSGD_hook, partial(powersgd.low_rank, PowerSGD)),

@@ -1,4 +1,4 @@
-"""Gradients averaged over all processes at first, later in a subgroup or not at all, as torch's hook does."""
+"""Average gradients over all processes at first, later in a subgroup or not at all, as torch's hook does."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import logging
@@ -32,28 +32,28 @@ NO_MACHINE = (
 class PostLocalSGDState:
     """Settings and step counter of `post_localSGD_hook` on one model.
 
-    The hook averages gradients only. In the local phase a second object must average the parameters, as in
-    torch, with the same number as its `warmup_steps`. `thinwire.LocalSGD` does both with one counter.
+    The hook averages gradients only. As in torch, a second object must average the parameters in the local
+    phase, with the same number as its `warmup_steps`. `thinwire.LocalSGD` does both with one counter.
 
     Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv 1808.07217).
 
     Args:
         process_group: The group of the first steps, None for the default one.
-        subgroup: The group of later steps; None for the processes of this machine, which is divided off in
-            the first later step: as many as the machine has accelerators or, without any, as the launcher
-            says in `LOCAL_WORLD_SIZE`. May be set until then.
+        subgroup: The group of later steps. None for the processes of this machine, one per accelerator or,
+            without any, as many as the launcher's `LOCAL_WORLD_SIZE`; this group is made in the first later
+            step. May be set until then.
         start_localSGD_iter: Steps at the start that average over `process_group`.
         post_local_gradient_allreduce: Whether later steps average within `subgroup`, or not at all.
-        on_nonfinite: Not torch's: what becomes of gradients that are averaged and are not finite; see
+        on_nonfinite: Not in torch: what happens if averaged gradients are not finite; see
             `thinwire.attach`. "raise" only if nothing is averaged within subgroups.
 
     Attributes:
-        iter: Steps so far, up to `start_localSGD_iter`; may be set when training is resumed.
+        iter: Steps so far, up to `start_localSGD_iter`; may be set to resume training.
         is_agreed: Whether all processes have compared these settings.
 
     Raises:
-        ConfigError: A setting is of the wrong type or out of range; or "raise" with subgroups, of which the
-            others would not raise.
+        ConfigError: A setting is of the wrong type or out of range; or "raise" with subgroups: the other
+            subgroups would not raise.
         AttachError: This process is not a member of a group.
     """
 
@@ -86,7 +86,7 @@ class PostLocalSGDState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PostLocalSGDState":
         """Return a state with the same settings and groups at step 0: a copied model has no hook."""
-        # Without __init__: groups can't be copied, and are the same objects for the copy.
+        # Without __init__: groups can't be copied, so the copy shares them.
         copied = PostLocalSGDState.__new__(PostLocalSGDState)
         copied.__dict__.update(self.__dict__, iter=0, is_agreed=False, _adapters={})
         return copied
@@ -102,7 +102,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         ConfigError: The state is of a different kind; or no subgroup was given, and the processes can't be
             divided by machine.
         GradientError: The gradients are sparse.
-        AgreementError: The processes have other settings (found at the first step).
+        AgreementError: The processes have different settings (found at the first step).
         NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise" (from `backward()`).
         CommunicationError: A collective failed.
     """
@@ -112,30 +112,30 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 def averaged(
     state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:
-    """As `post_localSGD_hook`, with its messages in 16 bits if asked."""
+    """Average as `post_localSGD_hook` does, with messages in `wire_dtype` if given."""
     state, flat = checked_state(PostLocalSGDState, state), dense_buffer(bucket)
     if not state.is_agreed:
         _agree(state, wire_dtype, flat.device)
     is_local = state.iter >= state.start_localSGD_iter
-    # Without a message, and so without a word about what other processes do.
+    # No message, and so no check of what other processes do.
     if is_local and not state.post_local_gradient_allreduce:
         return completed_future(flat)
     if is_local and state.subgroup is None:
-        # Here, and not when the state is made: making groups is collective, and torch's hook does it here.
+        # Not when the state is made: making groups is collective, and torch's hook does it here, too.
         size = _processes_per_machine()
         if size is None:
             raise ConfigError(f"local SGD starts: {NO_MACHINE}")
         state.subgroup = own_subgroup(size, state.process_group)
     transport = ProcessGroupTransport(state.subgroup if is_local else state.process_group, flat.device)
-    # Named before it is counted: the last bucket is of this step as well.
+    # Before the step is counted: the last bucket still belongs to it.
     purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
     if not is_local and bucket.is_last():
         state.iter += 1
         if state.iter == state.start_localSGD_iter:
             logger.info("local SGD starts after %d steps", state.iter)
-    # One question for the whole step, so its buckets must wait for each other.
+    # The check covers the whole step, so its buckets must wait for one another.
     if state.on_nonfinite != "nan":
-        # One adapter for each group, kept: it has a step under way from bucket to bucket.
+        # One adapter per group, kept: its step spans all buckets of a backward pass.
         if transport.group not in state._adapters:
             settings = Settings(on_nonfinite=state.on_nonfinite)
             engine = Engine(cast_in(wire_dtype), transport, settings=settings)
@@ -154,7 +154,7 @@ def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch
         "iter": str(state.iter),
         "wire_dtype": str(wire_dtype),
     }
-    # Compare at the first step: if only some average locally, they wait for each other until the timeout.
+    # Compare at the first step: if only some processes average locally, all wait until the timeout.
     agree(ProcessGroupTransport(state.process_group, device), description, "the first step")
     state.is_agreed = True
     if state.post_local_gradient_allreduce and state.subgroup is None and _processes_per_machine() is None:
@@ -162,8 +162,8 @@ def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch
 
 
 def _processes_per_machine() -> int | None:
-    """Return how many there are, by its accelerators or by the launcher; None if neither is known."""
-    # torch assumes one process for each accelerator, too.
+    """Return the number of processes by accelerators or launcher; None if neither is known."""
+    # Like torch, assume one process per accelerator.
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     count = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class HookOptions(StepOptions, total=False):
-    """Options that `thinwire.attach` takes, and torch's state does not."""
+    """Options of `thinwire.attach` that torch's state does not have."""
 
     grad_scaler: GradScaler | Callable[[], float] | None
 
 
 def _setting(name: str) -> property:
-    """Return a property for a setting of the algorithm that can be set, by torch's name."""
+    """Return a property to read and set a setting of the algorithm by torch's name."""
     return property(lambda state: state._get(name), lambda state, value: state._set(name, value))
 
 
@@ -47,31 +47,30 @@ class PowerSGDState(HookState):
     """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
 
     Memory is kept by parameter, so compression may start at step 0. At the first step the state finds the
-    model on which it is registered, and with it the parameters' names. If it can't (because your own hook
-    calls it), they are called by their position from the model's end, which is the same in every run only
-    if the hook is registered before the first backward pass.
+    model on which it is registered, and so the parameters' names. If it can't (because your own hook calls
+    it), parameters are named by their position from the model's end, which is the same in every run only if
+    the hook is registered before the first backward pass.
 
     Args:
         process_group: The model's process group, None for the default one.
         matrix_approximation_rank: Matrix rank of the factors.
         start_powerSGD_iter: Steps at the start that average uncompressed gradients. With the default, a run
             of fewer than 1 000 steps never compresses; `stats()` shows it.
-        min_compression_rate: A matrix is compressed only if that shrinks it more than this.
+        min_compression_rate: A matrix is compressed only if that shrinks it by more than this factor.
         use_error_feedback: Add to each gradient what earlier steps did not transmit.
         warm_start: Start each power iteration from the last step's factor.
-        orthogonalization_epsilon: Accepted and not used: Thinwire's orthonormalisation is safe without.
-        random_seed: Of the random factors, the same on all processes.
-        compression_stats_logging_frequency: Steps from one log of the statistics, at level INFO, to the
-            next.
-        batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
-        options: Not torch's: `grad_scaler`, `host_check`, `on_nonfinite` and `machines`, all by name, as of
+        orthogonalization_epsilon: Accepted but not used: Thinwire's orthonormalisation does not need it.
+        random_seed: The seed of the random factors, the same on all processes.
+        compression_stats_logging_frequency: The statistics are logged at level INFO every this many steps.
+        batch_tensors_with_same_shape: Accepted but not used: matrices are always batched where that helps.
+        options: Not in torch: `grad_scaler`, `host_check`, `on_nonfinite` and `machines`, by name, as in
             `thinwire.attach`. Without `grad_scaler` the error is in units of the scaled loss, as in torch's
-            own; without `machines` each process sends by itself.
+            state; without `machines` each process sends for itself.
 
     `matrix_approximation_rank`, `start_powerSGD_iter`, `min_compression_rate`, `use_error_feedback` and
-    `warm_start` can be set, between steps and on every process alike: they hold from the next step on, and
-    the residual is kept. `compression_stats_logging_frequency` can be set at any time, `process_group`
-    before the first step. One state serves one hook on one model.
+    `warm_start` can be set between steps, to the same value on every process. They take effect from the next
+    step on, and the residual is kept. `compression_stats_logging_frequency` can be set at any time,
+    `process_group` before the first step. One state serves one hook on one model.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -105,7 +104,7 @@ class PowerSGDState(HookState):
             "warm_start": warm_start,
             "random_seed": random_seed,
         }
-        # By the algorithm's names; torch's names are properties.
+        # Keyed by the algorithm's names; torch's names are properties.
         self._settings = translated(settings)
         self._typed = {ELSEWHERE.get(name, name): name for name in settings}
         epsilon, frequency = orthogonalization_epsilon, compression_stats_logging_frequency
@@ -116,7 +115,7 @@ class PowerSGDState(HookState):
         self.batch_tensors_with_same_shape = true_or_false(
             "batch_tensors_with_same_shape", batch_tensors_with_same_shape
         )
-        # Kept as they are, because a state may be pickled before its first use.
+        # Stored as given, because a state may be pickled before its first use.
         self._options: dict[str, Any] = dict(options)
         self._machines = self._options.pop("machines", False)
         Settings.of(**self._options)  # only to be checked
@@ -130,7 +129,7 @@ class PowerSGDState(HookState):
     warm_start = _setting("warm_start")
 
     def _get(self, name: str) -> Any:
-        # The algorithm in use tells; the last known settings do if `sync.use` has put one without.
+        # Read from the algorithm in use; if `sync.use` switched to one without this setting, the last known.
         ours = ELSEWHERE.get(name, name)
         in_use = None if self._adapter is None else self._adapter.sync.algorithm
         return getattr(in_use, ours, self._settings[ours])
@@ -145,29 +144,29 @@ class PowerSGDState(HookState):
                     "sync.use() again"
                 )
             algorithm = replace(in_use, **change)
-            # Only a change: after `use` the next step compares all processes.
+            # Only if it changes: after `use`, the next step compares all processes.
             if algorithm != in_use:
                 self._adapter.sync.use(algorithm)
-        # Last, so that a change that is refused leaves the settings as they were.
-        self._settings = self._settings | change  # a new one: a copied state has the old one
+        # Last, so that a refused change leaves the settings as they were.
+        self._settings = self._settings | change  # a new dict: a copied state shares the old one
 
     @property
     def iter(self) -> int:
-        """Committed steps so far; below `start_powerSGD_iter`, gradients travel uncompressed."""
+        """Committed steps so far; below `start_powerSGD_iter`, gradients are sent uncompressed."""
         if self._adapter is None:
             return int((self._loaded or {"step": 0})["step"])
         counts = self._adapter.engine.reporter.counts()
         return counts.steps - counts.nonfinite_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        # An unused state may be sent to the processes that will use it.
+        # An unused state may be pickled, to send it to the processes that will use it.
         if self._adapter is not None:
             raise StateError("a PowerSGDState in use can't be pickled; save its state_dict() instead")
         return self.__dict__
 
     @property
     def plan(self) -> Plan:
-        """Which parameter travels how; empty before the first step."""
+        """How each parameter is sent; empty before the first step."""
         return Plan(()) if self._adapter is None else self._adapter.sync.plan
 
     def stats(self) -> Stats:
@@ -180,28 +179,28 @@ class PowerSGDState(HookState):
             return self._adapter.sync.state_dict()
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        # An empty one: a checkpoint of before the first step has what a later one has.
+        # An empty state: a checkpoint before the first step has the same entries as a later one.
         algorithm = PowerSGD(**self._settings)
         return pack(SavedState(repr(algorithm), 0, 0, {}, tensors_to_save(algorithm, Memory(), {}, {})))
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """See `GradientSync.load_state_dict`: a state of a different model shows at the first step."""
+        """See `GradientSync.load_state_dict`; a state of a different model is refused at the first step."""
         if self._adapter is not None:
             self._adapter.sync.load_state_dict(state, strict=strict)
         else:
-            # Check what can be checked without a model; the first step shows the rest.
+            # Check what can be checked without a model; the first step checks the rest.
             read_state(state)
             self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 
     def abandon(self) -> None:
-        """Forget a step that an exception in the backward pass has ended, so that the state can be saved."""
+        """Drop a step that an exception in the backward pass has ended, so that the state can be saved."""
         if self._adapter is not None:
             self._adapter.sync.abandon()
 
     def algorithm(
         self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
     ) -> PowerSGD | BatchedPowerSGD:
-        """Return the settings as an algorithm, for `thinwire.attach`; with `wire_dtype` as of a wrapper."""
+        """Return the settings as an algorithm, for `thinwire.attach`; a wrapper gives `wire_dtype`."""
         return kind(**self._settings, wire_dtype=wire_dtype)
 
     def run(
@@ -214,14 +213,14 @@ class PowerSGDState(HookState):
             adapter = self._new_adapter(self.algorithm(kind, wire_dtype), settings, bucket)
             if self._loaded is not None:
                 adapter.sync.load_state_dict(self._loaded, strict=self._strict)
-                # Only now: if the adapter was refused, the state is still there for a second try.
+                # Only now: if making the adapter fails, the loaded state is kept for a second try.
                 self._loaded = None
             adapter.engine.reporter.observers.append(partial(self._log, adapter.engine))
         used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
         return self._average(adapter, used_with, bucket)
 
     def _log(self, engine: Engine, committed: bool) -> None:
-        # Statistics cost norms and a host synchronisation, so only for those who read them.
+        # Statistics cost norms and a host synchronisation, so compute them only if they are logged.
         every = max(1, self.compression_stats_logging_frequency)
         if logger.isEnabledFor(logging.INFO) and engine.steps % every == 0:
             stats = engine.reporter.stats()
@@ -233,20 +232,20 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 
     Raises:
         ConfigError: The state is of a different kind, or was used with a different hook or model.
-        ThinwireError: As of `DDPAdapter.run`.
+        ThinwireError: See `DDPAdapter.run`.
     """
     return low_rank(PowerSGD, state, bucket, None)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """As `powerSGD_hook`, on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
+    """Average each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
     return low_rank(BatchedPowerSGD, state, bucket, None)
 
 
 def low_rank(
     kind: type[PowerSGD] | type[BatchedPowerSGD], state: object, bucket: GradBucket, wire: WireDtype | None
 ) -> Future[torch.Tensor]:
-    """As the two hooks, with their messages in 16 bits if asked."""
-    # torch's wrapper casts the gradients that the hook is given. Here factors are cast, and the residual
-    # keeps what that rounds off.
+    """Average as the two hooks do, with messages in the `wire` dtype if given."""
+    # torch's wrapper casts the hook's input gradients. We cast the factors, and the residual keeps the
+    # rounding error.
     return checked_state(PowerSGDState, state).run(kind, wire, bucket)

@@ -1,4 +1,4 @@
-"""torch's hooks that keep nothing between steps: one message for each bucket, or none."""
+"""torch's hooks that keep no state between steps: one message for each bucket, or none."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import weakref
@@ -25,7 +25,7 @@ MAX_CODE = 255  # of 8 bits
 
 
 class HookState:
-    """A hook's state that attaches itself in the first step: only then a hook learns of its model."""
+    """A hook's state that attaches itself in the first step, when the hook first sees its model."""
 
     process_group: dist.ProcessGroup | None
     _machines: Layout = False
@@ -34,14 +34,14 @@ class HookState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
         """Return a state with the same settings and no steps: a copied model has no hook."""
-        # Without __init__: a process group can't be copied, and is the same for the copy.
+        # Without __init__: a process group can't be copied, so the copy shares it.
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__, _adapter=None, _used_with="")
         return copied
 
     @property
     def sync(self) -> GradientSync:
-        """The handle that averages, from the first step on; `sync.use(…)` switches the next step's algorithm.
+        """The handle, from the first step on; `sync.use(…)` switches the next step's algorithm.
 
         Raises:
             AttachError: There was no step yet.
@@ -54,10 +54,10 @@ class HookState:
         return adapter_of_hook(self, algorithm, transport, settings, self._machines)
 
     def _average(self, adapter: DDPAdapter, used_with: str, bucket: GradBucket) -> Future[torch.Tensor]:
-        """As `DDPAdapter.run`, for a hook, which must always be the same."""
+        """Run the adapter for a hook, which must always be the same."""
         if self._adapter is None:
             self._adapter, self._used_with = adapter, used_with
-        # Under two hooks, buckets of one step could be averaged in two ways.
+        # With two hooks, buckets of one step could be averaged in two ways.
         if self._used_with != used_with:
             raise ConfigError(
                 f"this {type(self).__name__} has been used with {self._used_with}, now with {used_with}; "
@@ -67,21 +67,21 @@ class HookState:
 
 
 class MachinesState(HookState):
-    """Stands for a group in `allreduce_hook` and the 16-bit hooks if machines have several GPUs.
+    """Takes the place of a group in `allreduce_hook` and the 16-bit hooks if machines have several GPUs.
 
-    What leaves a machine then leaves it once: `ddp_model.register_comm_hook(MachinesState(),
+    Each machine then sends everything once: `ddp_model.register_comm_hook(MachinesState(),
     bf16_compress_hook)` does what `thinwire.attach(ddp_model, Cast("bf16"))` does.
 
     Args:
         process_group: None for the default one.
-        machines: Which processes share a machine; as of `thinwire.attach`.
+        machines: Which processes share a machine, as in `thinwire.attach`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, machines: Layout = True) -> None:
         self.process_group, self._machines = process_group, machines
 
     def run(self, algorithm: AllReduce | Cast, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Average a bucket by the algorithm of a hook, which must always be the same."""
+        """Average a bucket with a hook's algorithm, which must always be the same."""
         adapter = self._adapter or self._new_adapter(algorithm, Settings(), bucket)
         return self._average(adapter, repr(algorithm), bucket)
 
@@ -93,7 +93,7 @@ def allreduce_hook(
 
     Args:
         process_group: None for the default one; or a `MachinesState`.
-        bucket: Of DDP.
+        bucket: DDP's bucket.
 
     Raises:
         GradientError: The gradients are sparse.
@@ -106,18 +106,18 @@ def allreduce_hook(
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """As `allreduce_hook`, with gradients sent in fp16; see `thinwire.Cast`."""
+    """Average gradients sent in fp16; otherwise as `allreduce_hook`. See `thinwire.Cast`."""
     return averaged(process_group, bucket, "fp16")
 
 
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """As `fp16_compress_hook`, in bf16, on any backend that carries it, Gloo included."""
+    """Average gradients sent in bf16, on any backend that supports it, Gloo included."""
     return averaged(process_group, bucket, "bf16")
 
 
-# DDP refuses hooks of the usual name unless CUDA and NCCL are there.
+# DDP refuses hooks with torch's name unless CUDA and NCCL are available.
 bf16_compress_hook.__name__ = "thinwire_bf16_compress_hook"
 
 
@@ -126,14 +126,14 @@ def quantization_pertensor_hook(
 ) -> Future[torch.Tensor]:
     """Average gradients in 8 bits, with one scale for each bucket.
 
-    Every process gets the 8-bit gradients of all, and averages them itself: each is off by at most half of
-    (largest − smallest, 0 included) / 255 of its bucket. There is no error feedback.
+    Every process receives the 8-bit gradients of all others and averages them itself. Each gradient is off by
+    at most half of (largest − smallest, 0 included) / 255 of its bucket. There is no error feedback.
 
-    Cost: one gather for each bucket: with n processes each receives n − 1 bytes per element, and 8 of each
+    Cost: one gather for each bucket: with n processes each receives n − 1 bytes per element, and 8 bytes per
     scale. An fp32 copy of the bucket.
 
     Raises:
-        ThinwireError: As of `allreduce_hook`.
+        ThinwireError: See `allreduce_hook`.
     """
     return _in_8_bits(process_group, bucket, None)
 
@@ -141,13 +141,13 @@ def quantization_pertensor_hook(
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
 ) -> Future[torch.Tensor]:
-    """As `quantization_pertensor_hook`, with one scale, of 8 bytes, for every `bucket_size` elements."""
+    """Average gradients in 8 bits, with one scale, of 8 bytes, for every `bucket_size` elements."""
     return _in_8_bits(process_group, bucket, whole_number("bucket_size", bucket_size, minimum=1))
 
 
 def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average nothing, to find out what a step takes without communication; the models drift apart."""
-    # Sparse gradients too: nothing is done to them.
+    """Average nothing, to measure a step without communication; the models drift apart."""
+    # Sparse gradients are allowed too: nothing is done to them.
     return completed_future(bucket.buffer())
 
 
@@ -155,7 +155,7 @@ State = TypeVar("State")
 
 
 def checked_state(kind: type[State], state: object) -> State:
-    """Return a hook's state, if it is of the kind that the hook needs."""
+    """Return a hook's state; raise if it is not of the kind that the hook needs."""
     if not isinstance(state, kind):
         got = f"{type(state).__module__}.{type(state).__name__}"
         raise ConfigError(f"this hook needs a thinwire.hooks.{kind.__name__}, got {got}")
@@ -163,32 +163,32 @@ def checked_state(kind: type[State], state: object) -> State:
 
 
 def cast_in(wire_dtype: WireDtype | None) -> AllReduce | Cast:
-    """Return the algorithm that averages in a 16-bit type, or in the gradients' own."""
+    """Return the algorithm that averages in a 16-bit dtype, or in that of the gradients."""
     return AllReduce() if wire_dtype is None else Cast(wire_dtype)
 
 
 def sent_mean(
     flat: torch.Tensor, wire_dtype: WireDtype | None, transport: ProcessGroupTransport, purpose: str
 ) -> Future[torch.Tensor]:
-    """Average a bucket by one message, for which DDP waits; nothing is kept between steps."""
+    """Average a bucket with one message, for which DDP waits; no state is kept between steps."""
     message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
-    # Work that goes to each peer has no future.
+    # Work that is sent to each peer has no future.
     work = ProcessGroupTransport(transport.group, flat.device, p2p=False).mean(message, purpose)
-    # The closure keeps the message, which the backend reads and writes until then.
+    # The closure keeps the message alive: the backend reads and writes it until then.
     return future_of(work, lambda: flat if message is flat else flat.copy_(message))
 
 
 def averaged(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:
-    """As `allreduce_hook`, with its messages in 16 bits if asked."""
+    """Average as `allreduce_hook` does, with messages in `wire_dtype` if given."""
     algorithm = cast_in(wire_dtype)
     if isinstance(process_group, MachinesState):
         return process_group.run(algorithm, bucket)
     flat = dense_buffer(bucket)
     transport = ProcessGroupTransport(process_group, flat.device)
     _agree(repr(algorithm), transport, bucket.parameters())
-    # Before the cast, in the gradients' own type.
+    # Before the cast, in the gradients' own dtype.
     divide_by_contributors(bucket.parameters(), flat, transport.size)
     return sent_mean(flat, wire_dtype, transport, f"a bucket of {flat.numel()} gradients")
 
@@ -203,7 +203,7 @@ def _in_8_bits(
             "thinwire.attach(ddp_model, thinwire.Quantize(bits=8)) sends once for each machine"
         )
     flat = dense_buffer(bucket)
-    transport = ProcessGroupTransport(process_group, flat.device, p2p=False)  # for its future
+    transport = ProcessGroupTransport(process_group, flat.device, p2p=False)  # p2p work has no future
     scaled = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
     _agree(f"8 bits, a scale for {scaled}", transport, bucket.parameters())
     divide_by_contributors(bucket.parameters(), flat, transport.size)
@@ -213,7 +213,7 @@ def _in_8_bits(
     work = transport.all_gather(gathered, message, f"a bucket of {flat.numel()} gradients")
 
     def mean() -> torch.Tensor:
-        # In the order of ranks on every process, for the same bits on all.
+        # In rank order on every process, so that all get the same bits.
         total = torch.zeros_like(flat, dtype=torch.float32)
         for codes in gathered:
             total.add_(_gradients(codes, flat.numel(), scaled_elements or flat.numel()))
@@ -225,43 +225,43 @@ def _in_8_bits(
 def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
     """Return gradients in 8 bits after their scales and zeros: uint8, shape (8 bytes a scale + elements,).
 
-    What is not finite makes its scale so, and with it all that is read with the scale.
+    If a gradient is not finite, its scale is not either, nor is any gradient decoded with that scale.
     """
-    # Zeros at the end change no scale: 0 is in every range, so that it has a code.
+    # Zero padding changes no scale: every range includes 0, so that 0 has a code.
     padded = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % scaled_elements))
     rows = padded.view(-1, scaled_elements)
     low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
-    # Divide first: high - low can leave the range of fp32 even if neither does.
+    # Divide first: high - low can overflow fp32 even if neither does.
     scale = high / MAX_CODE - low / MAX_CODE
-    # All zeros: any scale will do, but not one to divide by 0 with.
+    # For all zeros any scale will do, except 0, by which the next line would divide.
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    # A whole number, so that a gradient of 0 comes out as 0.
+    # An integer, so that a gradient of 0 is decoded as 0.
     zero = (-low / scale).round()
     codes = (rows / scale).add_(zero).round_().clamp_(0, MAX_CODE).to(torch.uint8)
     return torch.cat([torch.cat([scale, zero]).view(-1).view(torch.uint8), codes.view(-1)])
 
 
 def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.Tensor:
-    """Return the gradients that `_codes` was given, rounded: fp32, shape (numel,)."""
+    """Decode the result of `_codes`: fp32, shape (numel,)."""
     count = -(-numel // scaled_elements)
-    # Copy: the codes of the process before may end at an address that fp32 can't have.
+    # Copy: these codes may start at an address that is not aligned for fp32.
     scale, zero = codes[: 8 * count].clone().view(torch.float32).view(2, count, 1)
     rows = codes[8 * count :].view(count, scaled_elements)
     gradients: torch.Tensor = (rows.float() - zero) * scale
     return gradients.view(-1)[:numel]
 
 
-# Group, hook and sizes that were agreed upon, by a bucket's first parameter. Otherwise gradients of different
-# types would be summed as if they were of one.
+# The agreed group, hook and sizes, by a bucket's first parameter. Without agreement, messages of different
+# dtypes could be summed as if they had one.
 _agreed = WeakTensorKeyDictionary()
 
 
 def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Tensor]) -> None:
-    """Refuse, when a bucket is new to a hook, that processes use different hooks or buckets."""
+    """Raise, when a bucket is new to a hook, if processes use different hooks or buckets."""
     if not parameters:
         return
     sizes = tuple(parameter.numel() for parameter in parameters)
-    # The group itself: one that is made later may have the same name.
+    # A reference to the group itself: a later group may have the same name.
     agreed = (weakref.ref(transport.group), how, sizes)
     if parameters[0] not in _agreed or _agreed[parameters[0]] != agreed:
         description = {"thinwire": __version__, "algorithm": how, "parameters": repr(sizes)}

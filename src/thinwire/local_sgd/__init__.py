@@ -1,7 +1,7 @@
 """Averaging less often: local SGD, post-local SGD, hierarchical averaging and DiLoCo.
 
-An `averager` counts the steps of a loop. At those that its `schedule` says, a `membership` averages what a
-`contributor` puts in, over a group: one that never changes, or (`elastic_membership`) whoever is there.
+An `averager` counts the steps of a loop. When its `schedule` says so, a `membership` averages the tensors of
+a `contributor` over a group: one that never changes, or (`elastic_membership`) whoever is there.
 """
 
 from thinwire.local_sgd.local_sgd import DiLoCo, LocalSGD

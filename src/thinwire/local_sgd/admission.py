@@ -1,4 +1,4 @@
-"""Admission of members to an averaging: those that would average something else are refused, alike on all."""
+"""Admission of members to an averaging: all refuse the same members, those whose settings differ."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ PAUSE_SECONDS = 0.5
 
 
 class TryAgainError(Exception):
-    """This averaging is not possible, but no message failed; every member knows, so all retry."""
+    """This averaging is not possible, but no message failed. Every member knows it, so all retry."""
 
 
 class TooFewError(TryAgainError):
-    """Others are waited for."""
+    """There are too few members; wait for others."""
 
 
 class Admission:
-    """Decides by the statuses of all members who takes part; members that are refused leave with an error.
+    """Decides from the statuses of all members who takes part; refused members leave with an error.
 
     Raises:
-        TryAgainError: On the others: they try again without them.
+        TryAgainError: On the other members, which try again without the refused ones.
     """
 
     def __init__(self, group: Group, contributor: Contributor, kind: str, leave: Callable[[], None]) -> None:
         self._group, self._contributor, self._kind, self._leave = group, contributor, kind, leave
-        self._warned = ""  # of its optimizers' settings
+        self._warned = ""  # the last warning about its optimizers' settings
 
     def check_number(self, statuses: Sequence[MemberStatus]) -> None:
-        """Refuse other `min_members` first: else some would send, and others ask for a quorum again."""
+        """Check `min_members` first: if it differed, some would send, and others ask for a quorum again."""
         own = self._group.min_members
         needed = [status.min_members for status in statuses if not status.is_new]
         usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
@@ -58,29 +58,29 @@ class Admission:
                     f"this member has left the group, in which too few were left ({len(statuses)} of "
                     f"min_members={own}) to hand over to"
                 )
-            time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
+            time.sleep(PAUSE_SECONDS)  # a quorum of too few forms immediately, again and again
             there = "1 member is" if len(statuses) == 1 else f"{len(statuses)} members are"
             raise TooFewError(f"{there} there, and min_members={own} are needed")
 
     def check(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
-        """Refuse what is not finite, and optimizers that are set otherwise. Collective if some are."""
+        """Refuse values that are not finite, and other optimizer settings. Collective if some differ."""
         error = StepError(
             "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
             "was averaged, and it has left. Find what diverged; started again, it takes the others' model"
         )
         self._refuse([not status.is_finite for status in statuses], "are not finite", error)
-        # Newcomers are given the others' settings.
+        # Newcomers receive the others' settings.
         old = [rank for rank, status in enumerate(statuses) if not status.is_new]
         if len({statuses[rank].inner_settings for rank in old}) < 2:
             return
         data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
         everyone: list[InnerSettings] = list(map(json.loads, data))
-        # The settings count that most of those have who are here for longest.
+        # The right settings are the most common ones among the members that have been here longest.
         longest = max(statuses[rank].averagings for rank in old)
         oldest = [rank for rank in old if statuses[rank].averagings == longest]
         counts = Counter(statuses[rank].inner_settings for rank in oldest)
         usual = max(oldest, key=lambda rank: counts[statuses[rank].inner_settings])
-        # At other steps a schedule has other values.
+        # Compare only members at the same step: at another step a schedule has other values.
         alike = [rank for rank in old if statuses[rank].step == statuses[usual].step]
         others = [rank for rank in alike if difference(everyone[rank], everyone[usual])]
         if not others:
@@ -98,7 +98,7 @@ class Admission:
             logger.warning("%s", words)
 
     def agree(self, statuses: Sequence[MemberStatus]) -> None:
-        """Refuse a member that is configured otherwise than those who were here before. Collective."""
+        """Refuse a member whose configuration differs from that of earlier members. Collective."""
         group, purpose = self._group, "joining a group"
         description = {"group": group.kind, "kind": self._kind, **self._contributor.description()}
         described = described_together(description, group)
@@ -117,9 +117,9 @@ class Admission:
         self._refuse([text != usual for text in texts], "are configured otherwise", refused)
 
     def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
-        """Let some members leave with an error, and the others try again without them."""
+        """Make some members leave with an error, and the others try again without them."""
         if are_refused[self._group.control.rank]:
-            # Before it is raised: the others ask for a quorum at once, and should not wait for this member.
+            # Leave before raising: the others ask for a quorum now, and must not wait for this member.
             self._leave()
             raise error
         ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]

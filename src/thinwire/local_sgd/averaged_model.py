@@ -1,4 +1,4 @@
-"""The model that a user gave: what is around it, what this process holds of it, and what is averaged."""
+"""The user's model: its wrapper, this process's part of it, and its averaged tensors."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class AveragedModel:
-    """A model, and its fragments. Its tensors are looked up each time: a user may freeze or replace some."""
+    """A model and its fragments. Tensors are looked up each time: the user may freeze or replace some."""
 
     module: nn.Module  # not wrapped
-    replica: Replica = field(default_factory=Replica)  # what this process holds of it
-    ddp: DistributedDataParallel | None = None  # around it; it may leave some parameters out
+    replica: Replica = field(default_factory=Replica)  # this process's part of it
+    ddp: DistributedDataParallel | None = None  # its wrapper, which may ignore some parameters
     buffers: bool = True  # whether saved floating buffers are averaged
-    entered: Mapping[str, object] = field(default_factory=dict)  # each tensor on entry, by name; none before
-    fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
+    entered: Mapping[str, object] = field(default_factory=dict)  # tensors on entry, by name; empty before
+    fragments: Fragments = field(default_factory=Fragments)  # empty before entry, and for gradients
     make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
-    shows_average: bool = False  # in place of its values
+    shows_average: bool = False  # whether it holds the last average now, not its own values
     loads: LoadedWeights = field(default_factory=LoadedWeights)  # inside the context
 
     def tensors(self) -> list[Averaged]:
-        """Return the averaged tensors as they are now: trainable parameters, saved floating buffers if asked.
+        """Return the averaged tensors as they are now: trainable parameters, and with `buffers` saved floats.
 
         Integer buffers (BatchNorm's `num_batches_tracked`) have no mean, and those of 8 bits or fewer hold
-        weights that stay; buffers that the module does not save (masks, position tables) are constants.
+        fixed weights; buffers that the module does not save (masks, position tables) are constants.
         """
-        # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
+        # After an evaluation FSDP2 may still hold whole parameters, whose shapes are not those of the shards.
         self.replica.show_shards()
         ignored: Collection[str] = () if self.ddp is None else self.ddp.parameters_to_ignore
         averaged = []
-        # In the model's order, which is the same on every process and decides what travels where.
+        # In model order, which is the same on every process and determines the layout of messages.
         for parameter, name in names_of(self.module, ignored).items():
             if not parameter.requires_grad:
                 continue
@@ -69,8 +69,8 @@ class AveragedModel:
             averaged.append(Averaged(name, parameter, is_buffer=False))
         if not averaged:
             raise AttachError("no parameter of the model is trained, so there is nothing to average")
-        # Module by module: which buffers are not saved only the module knows that has them. One that modules
-        # share is averaged once.
+        # Module by module: only the owning module knows which of its buffers are not saved. A buffer shared
+        # by several modules is averaged once.
         seen: set[int] = set()
         for prefix, part in self.module.named_modules() if self.buffers else ():
             for own_name, buffer in part.named_buffers(recurse=False):
@@ -95,7 +95,7 @@ class AveragedModel:
                 "replicas is not the group of the DDP model; leave it out, or build both with the same one"
             )
         inner = None if subgroup is None else transport_of(subgroup)
-        # Other transports do not say who is at their ends.
+        # Other transports do not say which processes they connect.
         if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
             members, local = (set(dist.get_process_group_ranks(it.group)) for it in (group, inner))
             if local - members:
@@ -108,21 +108,21 @@ class AveragedModel:
     def divide(
         self, averaged: Sequence[Averaged], schedule: Schedule, num_members: int, algorithm: Algorithm
     ) -> None:
-        """Divide what is averaged into fragments, and make the outer optimizer that steps them."""
+        """Divide the averaged tensors into fragments, and make the outer optimizer that steps them."""
         make = self.make_outer
         device = make.device if isinstance(make, Nesterov) else None  # None: the model's
         parts = fragments_of(averaged, schedule.streaming.fragments)
         self.fragments = Fragments(Fragment(part, device) for part in parts)
         if make is not None:
             lasts = {tensor.name: last for tensor, last in self.fragments.lasts}
-            # In one order, however many fragments there are: so that its state fits any number.
+            # In an order that does not depend on the number of fragments, so that its state fits any number.
             parameters = [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
             self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
 
     @contextmanager
     @torch.inference_mode(False)
     def holding_average(self) -> Iterator[None]:
-        """Let the model hold the last averages while this is open. What it held comes back afterwards."""
+        """Make the model hold the last averages inside this context, and restore its values afterwards."""
         lasts = self.fragments.lasts
         values = [tensor.value.clone() for tensor, _ in lasts]
         self.shows_average = True
@@ -131,19 +131,19 @@ class AveragedModel:
                 fragment.restore_last()
             yield
         finally:
-            # Parameters gathered for an evaluation are of the average, and would be used again.
+            # Parameters gathered inside the context hold the average, and FSDP2 would use them again.
             self.replica.show_shards()
             for (tensor, _), value in zip(lasts, values, strict=True):
                 tensor.value.copy_(value)
             self.shows_average = False
 
     def enter(self, averaged: Iterable[Averaged]) -> None:
-        """Take note of what is averaged from now on."""
+        """Record which tensors are averaged from now on."""
         self.entered = _identities(averaged)
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with other tensors than on entry."""
-        # A message is flat: with other tensors its parts would be taken for those of their neighbours.
+        """Raise if the model has other tensors than on entry."""
+        # A message is flat: with other tensors, its parts would be assigned to the wrong ones.
         changed = sorted({name for name, _ in self.entered.items() ^ _identities(self.tensors()).items()})
         if changed:
             raise StepError(
@@ -153,7 +153,7 @@ class AveragedModel:
 
 
 def _identities(averaged: Iterable[Averaged]) -> dict[str, object]:
-    """Return what must stay of each tensor: object, shape, type and device."""
+    """Return what must not change in each tensor: object, shape, dtype and device."""
     return {
         name: (id(tensor), tuple(value.shape), value.dtype, value.device)
         for name, tensor, value in ((item.name, item.tensor, item.value) for item in averaged)
@@ -182,7 +182,7 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
     if not isinstance(inner, nn.Module):
         way = way_in(model)
         raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}{way and f'; {way}'}")
-    # Its shards are of parameters that were joined end to end, so that none has a name.
+    # Its shards are cut from flattened, concatenated parameters, so they have no parameter names.
     if is_sharded(inner) and not is_fsdp2(inner):
         raise AttachError(
             f"{type(inner).__name__} is sharded by FullyShardedDataParallel (FSDP1); shard it with "
@@ -195,7 +195,7 @@ def replica_of(
     module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None, *, has_subgroup: bool
 ) -> Replica:
     """Describe this process's replica of a model."""
-    # Their types take seconds to import, so they are known by what they have.
+    # DTensor and DeviceMesh take seconds to import, so they are recognised by their attributes.
     has_parts = any(hasattr(parameter, "to_local") for parameter in module.parameters())
     if not hasattr(replicas, "get_group") and not ((replicas is not None and has_parts) or is_fsdp2(module)):
         return Replica(replicas)

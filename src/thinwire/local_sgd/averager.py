@@ -1,4 +1,4 @@
-"""Base classes of all that average models, or gradients with members that change: a counted context."""
+"""Base classes of all averagers of models, or of gradients with members that change."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from thinwire.sync.stats import Stats
 
 
 class Averager(AbstractContextManager[Any]):
-    """A context around a training loop, in which a membership averages what a contributor puts in.
+    """A context around a training loop, in which a membership averages a contributor's tensors.
 
     Attributes:
-        sync: The handle of the averagings: their plan, and switching the algorithm.
+        sync: The handle of the averagings: it has their plan, and can switch the algorithm.
         observers: Called after every step, with True.
     """
 
@@ -48,7 +48,7 @@ class Averager(AbstractContextManager[Any]):
         self._attached = ExitStack()
         self._is_inside = False
         self._loaded: LoadedState | None = None  # until entry
-        # So that `sync` counts the same. Weak: the engine is part of this, and its memory should go at once.
+        # So that `sync` counts the same. Weak, to avoid a cycle: memory should be freed immediately.
         self._engine.reporter.compared = partial(_with_steps, ref(self))
 
     def __reduce__(self) -> NoReturn:
@@ -56,12 +56,12 @@ class Averager(AbstractContextManager[Any]):
 
     @property
     def module(self) -> nn.Module:
-        """The model, without what is around it."""
+        """The model, without its wrappers."""
         return self._model.module
 
     @property
     def steps(self) -> int:
-        """Attempted steps; a member that joins takes over those of the others."""
+        """Attempted steps; a member that joins gets the others' count."""
         return self._contributor.steps
 
     @property
@@ -70,12 +70,12 @@ class Averager(AbstractContextManager[Any]):
         return bool(self._model.entered)
 
     def stats(self) -> Stats:
-        """Return the traffic to the group, buffers included, and how much less it is than data-parallel.
+        """Return the traffic over the group, buffers included, compared with data-parallel training.
 
-        `steps` are attempted steps, and `gradient_bytes` those that averaging exact gradients in each of
-        them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
-        sent within a subgroup is not in it, nor the time spent waiting for processes that are slower.
-        `sync.stats()` is the same.
+        `steps` are attempted steps. `gradient_bytes` are the bytes that averaging exact gradients in each of
+        them would have sent, so `compression_ratio` compares with plain data-parallel training. Traffic
+        within a subgroup is not counted, nor is the time spent waiting for slower processes. `sync.stats()`
+        returns the same.
         """
         return self.sync.stats()
 
@@ -84,19 +84,19 @@ class Averager(AbstractContextManager[Any]):
         return self._engine.reporter.counts()
 
     def _tell_observers(self) -> None:
-        for observer in tuple(self.observers):  # a copy: one may leave while it is called
+        for observer in tuple(self.observers):  # a copy: an observer may remove itself when called
             observer(True)
 
     def _check_not_over(self, call: str) -> None:
-        """Refuse a call of a member that has left, or while the model shows the last average."""
+        """Raise if this member has left, or while the model shows the last average."""
         if self._membership.has_left:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
-        # A step would change the average, and be lost when the model's own values come back.
+        # A step would change the average, and be lost when the model's own values are restored.
         if self._model.shows_average:
             raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
 
     def _check_inside(self, call: str) -> None:
-        """Refuse a call outside the context, or with a model that has changed."""
+        """Raise outside the context, or if the model has changed."""
         self._check_not_over(call)
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
@@ -108,24 +108,24 @@ class Averager(AbstractContextManager[Any]):
 
     @abstractmethod
     def load_state_dict(self, state: Any) -> None:
-        """Continue from a state saved by `state_dict`; before entering."""
+        """Load a state saved by `state_dict`; call it before entering."""
 
     def distributed_state(self) -> DistributedState:
-        """Return the object that `torch.distributed.checkpoint` saves and loads, beside model and optimizer.
+        """Return the object that `torch.distributed.checkpoint` saves and loads with model and optimizer.
 
-        Save within the context, on all processes; load before entering it. Models differ between averagings,
-        and that module saves one process's of those that are not sharded: call `average()` before.
+        Save inside the context, on all processes; load before entering it. Models differ between averagings,
+        and `torch.distributed.checkpoint` saves an unsharded model of one process: call `average()` before.
 
-        Cost: as of `state_dict`, and its bytes, on each process.
+        Cost: that of `state_dict`, and its bytes, on each process.
         """
         return DistributedState(self)
 
 
 def _with_steps(averager: ref[Averager], stats: Stats) -> Stats:
-    """Compare with averaging exact gradients in each step."""
+    """Return stats compared with averaging exact gradients in each step."""
     if (self := averager()) is None:
         return stats
-    # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
+    # Only steps of this run: traffic from before a resume is not counted either.
     step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
     return replace(stats, steps=self.steps, gradient_bytes=self._contributor.steps_here * step_bytes)
 
@@ -133,8 +133,8 @@ def _with_steps(averager: ref[Averager], stats: Stats) -> Stats:
 class DistributedState:
     """A state as `torch.distributed.checkpoint` saves and loads it: as the bytes of one file."""
 
-    # To load, it first asks a fresh run for a state, and fills in only the keys that are there: before the
-    # context is entered there are neither averages nor momenta.
+    # To load, torch first asks a fresh run for its state and fills in only the keys it finds. Before the
+    # context is entered, that state would lack averages and momenta.
 
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
@@ -147,7 +147,7 @@ class DistributedState:
         return {"state": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Load what `state_dict` has returned."""
+        """Load the result of `state_dict`."""
         self._averager.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True))
 
 
@@ -160,30 +160,30 @@ class ModelAverager(Averager):
         super().__init__(changes, membership)
         self._schedule, self._grad_scaler = changes.schedule, grad_scaler
         self._copies = CopiesOfWeights()
-        self._warned_for: Algorithm | None = None  # for which the outer momentum was looked at
+        self._warned_for: Algorithm | None = None  # the algorithm for which the outer momentum was checked
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
-        """The outer optimizer, from entry on; for a learning-rate schedule, say."""
+        """The outer optimizer, from entry on; for example for a learning-rate schedule."""
         return self._model.outer if self._model.entered else None
 
     def _check_copies(self) -> None:
-        """Refuse optimizers that keep copies of the weights, and would undo an average with them."""
+        """Refuse optimizers that keep copies of the weights: they would undo an average."""
         lasts = {id(parameter.tensor): last for parameter, last in self._model.fragments.lasts}
         self._copies.check(self._optimizers, lasts)
 
     def _check_momentum(self, *, stacklevel: int) -> None:
         algorithm = self._engine.algorithm
-        if algorithm is not self._warned_for:  # perhaps a new one since the last averaging
+        if algorithm is not self._warned_for:  # it may have changed since the last averaging
             self._warned_for = algorithm
             warn_of_momentum(self._model.outer, algorithm, stacklevel=stacklevel + 1)
 
     @contextmanager
     def _in_loop(self) -> Iterator[None]:
-        """Count the steps of the user's loop while this is open."""
+        """Count the steps of the user's loop inside this context."""
         loads = self._model.loads.noted(self.module, self._optimizers, self._model.fragments.checksum)
         silent = silent_steps(self._optimizers, self._engine.transport)
         with loads, silent, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
@@ -191,9 +191,9 @@ class ModelAverager(Averager):
 
     def _after_own_step(self) -> None:
         """Count a step that the optimizer, or the scaler, has attempted."""
-        # The whole model is too much to look at in every step.
+        # Checking the whole model in every step would take too long.
         self._check_not_over("a step")
-        if self._contributor.steps_here == 0:  # optimizers make their state in their first step
+        if self._contributor.steps_here == 0:  # optimizers create their state in the first step
             self._check_copies()
         self._after_step(is_own=True)
 
@@ -220,12 +220,12 @@ class ModelAverager(Averager):
 
     @contextmanager
     def _collective(self, call: str) -> Iterator[None]:
-        """Check the model first; if anything fails inside, forget what is pending."""
+        """Check the model first; if anything fails inside, drop the pending average."""
         self._check_inside(call)
         self._check_copies()
         self._check_momentum(stacklevel=4)
         try:
-            # The step may stand under autocast, which would round the arithmetic on changes.
+            # The step may run under autocast, which would round the arithmetic on changes.
             with full_precision(self._contributor.device):
                 yield
         except BaseException:
@@ -237,16 +237,16 @@ class ModelAverager(Averager):
         """Average now. Collective."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
+        """Make the model hold the last averages, the same on all processes, inside a context, to evaluate.
 
-        Nothing is sent; fragments' last averages are of different steps. What the model held comes back
-        afterwards, averaged buffers too. Others (`num_batches_tracked`) are left alone: evaluate with
-        `model.eval()`. Save `model.state_dict()` in it to keep the averaged model alone.
+        Nothing is sent. The last averages of fragments are from different steps. Afterwards the model has its
+        own values again, averaged buffers too. Other buffers (`num_batches_tracked`) are left alone: evaluate
+        with `model.eval()`. Save `model.state_dict()` inside to keep only the averaged model.
 
-        Cost: a copy of what is averaged.
+        Cost: a copy of the averaged tensors.
 
         Raises:
-            StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
+            StepError: Called outside the averager's context; or (from an optimizer step) inside this one.
         """
         self._check_inside("averaged()")
         return self._model.holding_average()

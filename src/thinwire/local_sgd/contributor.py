@@ -1,4 +1,4 @@
-"""Contributors: what a member puts into an averaging, takes from it, and starts from when it joins."""
+"""Contributors: what a member averages, what it does with the means, and what a new member starts from."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from thinwire.tensors.layout import local_tensor
 class Contribution(NamedTuple):
     """One member's contribution to an averaging."""
 
-    weight: float  # 0 if it has done nothing
+    weight: float  # 0 if the member has done nothing
     is_finite: bool
-    tensors: Any  # for `start`, if they are still what is averaged then
+    tensors: Any  # passed to `start`, unless the members change first
 
 
 class Contributor(ABC):
     """The source of the tensors that a membership averages: a model's changes, or its gradients.
 
     Attributes:
-        steps: So far, of those who have been here longest.
-        steps_here: Since this was made.
-        engines: All that average for it; one at a time.
-        sent_optimizers: Those inside that a member which joins is given.
-        device: The model's; if it is on several, that of its first averaged tensor.
+        steps: Steps so far, of the members that have been here longest.
+        steps_here: Steps since this object was made.
+        engines: All engines that average for it, one at a time.
+        sent_optimizers: The inner optimizers whose state a joining member receives.
+        device: The model's device; if it is on several, that of its first averaged tensor.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Contributor(ABC):
         return self.engine_after(self.averaged_steps)
 
     def engine_after(self, step: int) -> Engine:
-        """Return the engine of the averaging that follows on this step."""
+        """Return the engine of the averaging that follows this step."""
         return self.engines[0]
 
     @abstractmethod
@@ -70,15 +70,15 @@ class Contributor(ABC):
 
     @abstractmethod
     def start(self, tensors: Any, scale: float, step: int, *, is_delayed: bool) -> PendingAverage[Any]:
-        """Send the first messages of an averaging of a contribution's tensors; None: look at them again."""
+        """Send the first messages of an averaging of a contribution's tensors; None: compute them again."""
 
     @abstractmethod
     def commit(
         self, pending: PendingAverage[Any] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        """Take the means of a committed averaging; None if no one had anything to average."""
+        """Apply the means of a committed averaging; None if no member had anything to average."""
 
-    # Members that come and go compare this, and a newcomer starts from it.
+    # Elastic members compare these, and a newcomer starts from them.
 
     @property
     @abstractmethod
@@ -87,11 +87,11 @@ class Contributor(ABC):
 
     @abstractmethod
     def shared_tensors(self) -> dict[str, torch.Tensor]:
-        """Return by name what is the same on all members after an averaging, the tensors themselves."""
+        """Return by name the tensors (not copies) that are the same on all members after an averaging."""
 
     @abstractmethod
     def reset(self, step: int, turns: int) -> None:
-        """Go on from shared tensors that were loaded; what was made until then counts no more."""
+        """Continue from loaded shared tensors; earlier steps no longer count."""
 
     def description(self) -> Description:
         """Return the settings and shapes that must be the same on all members, by subject."""
@@ -104,12 +104,12 @@ class Contributor(ABC):
 
     @property
     def tolerates_other_settings(self) -> bool:
-        """Whether a member whose optimizers are set otherwise is warned, and not refused."""
+        """Whether a member with other optimizer settings is warned, not refused."""
         return not self.sent_optimizers
 
     def _tensors_not_averaged(self) -> dict[str, torch.Tensor]:
-        """Return by name what a newcomer must be given besides: frozen parameters and other buffers."""
-        # Found by identity: a compiled block's names are not those it is averaged under.
+        """Return by name what else a newcomer must receive: frozen parameters and other buffers."""
+        # Found by identity: names in a compiled block differ from those in the average.
         averaged = {id(item.tensor) for item in self.model.tensors()}
         named = chain(self.model.module.named_parameters(), self.model.module.named_buffers())
         return {
@@ -118,7 +118,7 @@ class Contributor(ABC):
 
     def state(self, lineage: int, commits: int, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
-        # It is as of the last averaging, for a newcomer too: later steps are in no model but this one's.
+        # From the last averaging, for a newcomer too: only this member's model has its later steps.
         return packed_state(
             step=self.averaged_steps,
             sent_after=(self.averaged_steps,),
@@ -136,7 +136,7 @@ class Contributor(ABC):
         )
 
     def check_state(self, state: Mapping[str, Any]) -> LoadedState:
-        """Return a state that was saved or received, if it is one of this model."""
+        """Return a saved or received state, checked; raise if it is not of this model."""
         shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self.model.tensors()}
         loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
         if loaded.pending:
@@ -147,7 +147,7 @@ class Contributor(ABC):
         return loaded
 
     def start_from(self, loaded: LoadedState) -> None:
-        """Go on from a state: all of it, or (if it does not fit) none."""
+        """Load a state: all of it, or none if it does not fit."""
         shared, others, members = self.shared_tensors(), self._tensors_not_averaged(), members_of(loaded)
         if loaded.members is not None and _kinds(members["not_averaged"]) != _kinds(others):
             raise StateError(  # a fixed group's state has no others
@@ -165,7 +165,7 @@ class Contributor(ABC):
         common = {slot: tensors for slot, tensors in of_engine.slots.items() if not slot.is_local}
         engine.load(of_engine._replace(slots=common))
         for spec in engine.specs:
-            # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
+            # The layout of messages depends on which parameters have a residual: a newcomer's is zeros.
             if spec.name in errors or spec.name in members["residual_of"]:
                 error = errors.get(spec.name, torch.zeros(spec.shape))
                 engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.device))

@@ -1,4 +1,4 @@
-"""Elastic members: what users enter around a loop whose other members come and go."""
+"""Elastic members: the contexts that users enter around a loop whose other members come and go."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ class Member(Averager):
         return self._membership.has_left
 
     def membership(self) -> MembershipStats:
-        """Return who has come and gone so far, as this member has seen it."""
+        """Return the members that have come and gone so far, as this member has seen it."""
         return replace(self._membership.stats)
 
     def numbers(self) -> dict[str, float]:
-        """Return `membership()` by name, as a `thinwire.Watch` logs it."""
+        """Return `membership()` as numbers by name, as a `thinwire.Watch` logs them."""
         return {name: float(value) for name, value in vars(self._membership.stats).items()}
 
     def leave(self) -> None:
-        """Leave after the next averaging, which takes over what this member has not transmitted."""
+        """Leave after the next averaging, which hands this member's residual to the others."""
         self._membership.is_leaving = True
 
     @torch.inference_mode(False)
     def __enter__(self: Entered) -> Entered:
-        """Join: wait until the others, and enough of them, are there, and start from what they hold.
+        """Join: wait for enough other members, and start from their state.
 
-        With `elastic.Steps` it takes part in a step of the others, to which it adds nothing. After
-        `load_state_dict` it starts from the state, with all that have loaded it.
+        With `elastic.Steps`, this member takes part in one step of the others, and adds nothing to it. After
+        `load_state_dict` it starts from that state, together with all members that have loaded it.
         """
         membership = self._membership
         if self._model.entered:
@@ -85,15 +85,15 @@ class Member(Averager):
                 membership.stand_at(members["lineage"], members["commits"])
                 self._loaded = None
             self._model.enter(self._model.tensors())
-            # A state that can't be sent fails here, before training; else the first newcomer would stop all.
+            # If a state can't be sent, fail now, before training; the first newcomer would stop all members.
             plain(membership.state())
             attached.callback(setattr, self, "_is_inside", False)
-            # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
-            # left ends the process.
+            # Callbacks run in reverse: SIGTERM gets its old handler back first, so a SIGTERM while the group
+            # is left ends the process.
             in_main_thread = threading.current_thread() is threading.main_thread()
             if membership.group.leaves_on_sigterm and in_main_thread:
                 attached.enter_context(_on_sigterm(self.leave))
-            # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
+            # If asked to leave while waiting for others: the first step raises, and ends the loop as usual.
             with suppress(LeftError), full_precision(self._contributor.device):
                 membership.average()
             self._is_inside = True
@@ -103,16 +103,16 @@ class Member(Averager):
 
     @abstractmethod
     def _in_loop(self) -> AbstractContextManager[None]:
-        """Watch the user's loop while this is open."""
+        """Watch the user's loop inside this context."""
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run: model, outer optimizer, residual, counts, lineage. Collective.
 
-        What is pending is averaged first, so the model is the last average. All members that are there take
-        part, those that do not call this at their next averaging; the residual becomes its mean over them,
-        here and in the state. States differ in the optimizers inside alone. Any number of members may resume
-        from one.
+        Pending changes are averaged first, so the model is the last average. All present members take part;
+        a member that does not call this does so at its next averaging. The residual becomes the members' mean
+        residual, in memory and in the state. States differ only in the inner optimizers. Any number of
+        members can resume from one state.
 
         Raises:
             StepError: Outside the context.
@@ -126,13 +126,13 @@ class Member(Averager):
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state saved by `state_dict`; before entering.
+        """Load a state saved by `state_dict`; call it before entering.
 
-        Members that have loaded it start from it together; those that have not take it over from them. The
-        model and (with `send_optimizer`) the optimizers become those of the state, on entry.
+        Members that have loaded it start from it together; the others receive it from them. On entry, the
+        model and (with `send_optimizer`) the optimizers are set to the state.
 
         Raises:
-            StateError: It is not such a state, or is of a different model.
+            StateError: It is not such a state, or is from a different model.
             StepError: The context was entered already.
         """
         if self._model.entered:
@@ -141,46 +141,46 @@ class Member(Averager):
 
 
 class LocalSGD(ModelAverager, Member):
-    """Train each process by itself for some steps, then average with all members that are there.
+    """Train each process on its own for some steps, then average with all present members.
 
-    As `thinwire.LocalSGD`, on a group whose members change. If a member dies or stands still for too long in
-    an averaging, the others repeat it at once without that member. A member that joins, or comes back, waits
-    on entry for the others' next averaging. From it, it takes their model, outer optimizer and counters, to
-    the bit, and the state of one member's optimizers inside, as of their last steps.
+    Like `thinwire.LocalSGD`, on a group whose members change. If a member dies or does not respond for too
+    long in an averaging, the others repeat it immediately without that member. A member that joins, or comes
+    back, waits on entry for the others' next averaging. It then receives their model, outer optimizer and
+    counters, to the bit, and the state of one member's inner optimizers after its latest step.
 
-    Each member's change weighs as much as it has worked, in steps or in what the group's `weigh_by` says.
-    Its residual (what it has not transmitted) stays when others come or go. A member that leaves on purpose
-    (SIGTERM, or `leave()`) hands it over at its last averaging. Then the optimizer's step raises `LeftError`,
-    which the context swallows. The residual of a member that vanishes is lost; `membership()` and a warning
+    Each member's change is weighted by its work, in steps or as the group's `weigh_by` says. Its residual
+    (what it has not transmitted) is kept when others come or go. A member that leaves on purpose (SIGTERM, or
+    `leave()`) hands its residual over at its last averaging. Then the optimizer's step raises `LeftError`,
+    which the context catches. The residual of a member that vanishes is lost; `membership()` and a warning
     say how much.
 
-    Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
+    Write the loop with `local.steps`, which a joining member gets from the others: `while local.steps < 10:`
 
     Args:
-        model: A module; of a member of several processes a DDP model, or one in parts.
-        optimizer: As of `thinwire.LocalSGD`, and so `algorithm` and `grad_scaler`.
+        model: A module. For a member of several processes, a DDP model or one in parts.
+        optimizer: As in `thinwire.LocalSGD`, like `algorithm` and `grad_scaler`.
         every_steps: Steps from one averaging of a parameter to the next.
-        every_seconds: In its place, the time from one to the next: each member makes as many steps as it can,
-            and weighs as much, so slow machines hold no fast one back. `steps` are then those of the fastest.
-        group: Who is there; None for `TorchftGroup()`.
-        outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
+        every_seconds: In its place, the time from one to the next. Each member makes as many steps as it can
+            and is weighted by them, so slow machines don't slow fast ones; `steps` is the fastest's count.
+        group: Finds the members; None for `TorchftGroup()`.
+        outer: As in `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
             by the number of members.
-        streaming: As of `thinwire.LocalSGD`. An averaging that has lost a member on its way is done again
-            when it is due, with all that the others have learnt until then.
-        warmup: Steps at the start after each of which models are averaged, without `outer`; None for none.
-            Its `algorithm` averages their changes in them, and what it has not transmitted goes,
-            uncompressed, with the last of these steps.
+        streaming: As in `thinwire.LocalSGD`. If a member is lost during an averaging, the averaging is
+            repeated when it is due, with all that the others have learnt by then.
+        warmup: Steps at the start with an averaging after each, without `outer`; None for none. The changes
+            are averaged by its `algorithm`; the last of these steps sends, uncompressed, what the algorithm
+            has not transmitted.
 
-    Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
+    Cost: that of `thinwire.LocalSGD`. In addition an averaging takes a quorum (a request to the lighthouse),
     136 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
-    and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
-    the group's `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
+    and a newcomer receives the model, the outer optimizer's state, the algorithm's state, and with the
+    group's `send_optimizer` the optimizers' state (with AdamW twice the model's bytes).
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model, or not all of it though
-            its state is sent.
-        AttachError: A model that is not on all processes of this member, or is all frozen.
-        GradientError: A parameter can't be averaged by the algorithm.
+        ConfigError: An argument is wrong, or the optimizer does not train this model, or trains only part of
+            it although its state is sent.
+        AttachError: The model is not on all processes of this member, or is all frozen.
+        GradientError: The algorithm can't average a parameter.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class LocalSGD(ModelAverager, Member):
                 f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
                 "is due after this many steps of a member, or after this long"
             )
-        # The least, for what follows from them: the outer momentum.
+        # A minimum, used only to choose the outer momentum.
         every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps
         warmup = NO_WARMUP if warmup is None else warmup
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
@@ -211,7 +211,7 @@ class LocalSGD(ModelAverager, Member):
         averaged, optimizers, group = joining(
             model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
-        # If each process has a part, a mean is finite if those of all are.
+        # If each process has a part, a mean is finite only if all parts are.
         health_group = group.inside if group.has_parts else None
         engines = engines_of(averaged, schedule, algorithm, group.transport, health_group)
         changes = ModelChanges(averaged, schedule, engines, optimizers, group)
@@ -221,13 +221,13 @@ class LocalSGD(ModelAverager, Member):
         return f"elastic.{super().__str__()}"
 
     def count_work(self, amount: float) -> None:
-        """Add to what this member's change weighs in the next averaging, if the group weighs by "work".
+        """Add to the weight of this member's change in the next averaging, if the group weighs by "work".
 
         Args:
-            amount: Of what this member has learnt from: tokens, say.
+            amount: How much this member has learnt from, for example in tokens.
 
         Raises:
-            ConfigError: It is not a number, or negative, or steps are what counts.
+            ConfigError: It is not a number, or negative, or the group weighs by steps.
             StepError: Outside the context.
         """
         if self._membership.group.weigh_by != "work":
@@ -243,7 +243,7 @@ class LocalSGD(ModelAverager, Member):
         model = self._model
         if not model.entered:
             self._check_copies()
-            # The learning rate that goes by the number of members is chosen at every averaging.
+            # A learning rate that depends on the number of members is chosen at every averaging.
             model.divide(model.tensors(), self._schedule, 1, self._engine.algorithm)
             for fragment in model.fragments:
                 fragment.set_last()
@@ -252,10 +252,10 @@ class LocalSGD(ModelAverager, Member):
 
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
+        """Average what is left, unless an exception was raised, and leave. Catches `LeftError`."""
         changes = self._contributor
         with self._attached:
-            # Inside: the end of this block leaves the group, and the last averaging must come before.
+            # Inside this block: its end leaves the group, and the last averaging must come before.
             if kind is None and changes.steps > changes.averaged_steps and not self.has_left:
                 self._model.loads.check()
                 with suppress(LeftError), full_precision(changes.device):
@@ -266,10 +266,10 @@ class LocalSGD(ModelAverager, Member):
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     def average(self) -> None:
-        """Average now with all who are there: what is pending, then each fragment. Collective.
+        """Average now with all present members: the pending changes, then each fragment. Collective.
 
-        With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
-        does not call it takes part at its next averaging, one fragment at a time.
+        With `outer`, these are outer steps. Steps to the next averaging are counted from now. A member that
+        does not call this takes part at its next averaging, one fragment at a time.
 
         Raises:
             StepError: Outside the context, or this member's parameters are not finite, and it has left.
@@ -293,8 +293,8 @@ class LocalSGD(ModelAverager, Member):
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.
 
-    `elastic.LocalSGD`, whose arguments it takes, with the outer step and the defaults of `thinwire.DiLoCo`:
-    every 30 steps, unless there is `every_seconds`.
+    Takes the arguments of `elastic.LocalSGD`, with the outer step and the defaults of `thinwire.DiLoCo`:
+    every 30 steps, unless `every_seconds` is given.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ def joining(
             "one of DTensors, and call init_process_group() for the member's processes only (docs/elastic.md)"
         )
     if group is None:
-        # Imported here: torchft is an extra, and a group of a different kind does without.
+        # Imported here: torchft is an extra that other kinds of groups don't need.
         from thinwire.local_sgd.groups.torchft_group import TorchftGroup  # noqa: PLC0415
 
         group = TorchftGroup()
@@ -356,7 +356,7 @@ def joining(
 
 @contextmanager
 def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` on SIGTERM while this is open."""
+    """Call `leave` on SIGTERM inside this context."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         leave()
@@ -365,5 +365,5 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        # None is a handler that was not installed from Python; it can't be put back from here.
+        # None is a handler that was not installed from Python; Python can't restore it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)

@@ -1,4 +1,4 @@
-"""Averagings with members that come and go: all commit one or none, and it is known who has gone."""
+"""Averagings with members that come and go: all members commit an averaging or none does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Averaging(NamedTuple):
-    """One that is pending, or that was prepared when the last message, by which all commit it, failed."""
+    """A pending averaging, or one whose last message, which commits it on all members, failed."""
 
     pending: PendingAverage[Any] | None
     lineage: int
@@ -49,27 +49,27 @@ class _Averaging(NamedTuple):
 
 
 class ElasticMembership(Membership):
-    """Averages with all who are there, as often as it takes; keeps track of the members.
+    """Averages with all present members, repeatedly if it fails; keeps track of the members.
 
-    An averaging is committed by all members or by none. The last of its messages says that everybody has
-    received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
-    and learns in the next quorum whether the others have committed.
+    All members commit an averaging, or none does. Its last message says that every member has received
+    everything. A member that misses only this message is in doubt: it keeps the averaging as prepared, and
+    learns in the next quorum whether the others have committed.
 
-    What each member has not transmitted counts in the mean over the members of its averaging. When their
-    number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
+    Each member's residual counts in the mean over the members of its averaging. When their number changes,
+    those who stay multiply their residual by new over old number, so that the mean stays the same.
     """
 
     def __init__(self, group: Group, contributor: Contributor, kind: str) -> None:
         super().__init__(contributor)
         self.group = group
         self.stats = MembershipStats()
-        self.is_leaving = False  # to be set: whether to leave after the next averaging
-        # The committed averagings that the model comes from, a digest and a number; newcomers take both.
+        self.is_leaving = False  # may be set: whether to leave after the next averaging
+        # The committed averagings behind the model: a digest, and their number. Newcomers receive both.
         self.lineage = self.commits = 0
         self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
         self._admission = Admission(group, contributor, kind, self.leave)
         self._member = self._draw_number()
-        # Over whose mean this member's residual counts; 0 for those who resume together.
+        # The number of members over which this residual is averaged; 0 for members that resume together.
         self._error_members = 1
         self._agreed_changes = 0
         self._open: _Averaging | None = None
@@ -88,19 +88,19 @@ class ElasticMembership(Membership):
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to rejoin")
         if self.stats.averagings == 1:
-            plain(self.state())  # optimizers have their state only since the first step
+            plain(self.state())  # check again: optimizers create their state in the first step
         self._is_delayed = is_delayed
         self._repeated(self._start)
 
     def finish(self) -> None:
         self._repeated(self._finish)
-        # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
+        # Use the flag that the others have read: a member asked to leave later has not handed over anything.
         if self.statuses[self.group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
     def save(self) -> dict[str, Any]:
-        """Return the engine's state, with the mean residual of all who are there. Collective."""
+        """Return the engine's state, with the mean residual of all present members. Collective."""
         self._is_saving, self._saved = True, None
         try:
             while self._saved is None:
@@ -110,16 +110,16 @@ class ElasticMembership(Membership):
             self._is_saving = False
 
     def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As of `Contributor.state`."""
+        """Return `Contributor.state` with this lineage."""
         return self._contributor.state(self.lineage, self.commits, sync)
 
     def stand_at(self, lineage: int, commits: int) -> None:
-        """Stand where a saved state does, of which others may be, too."""
+        """Set lineage and commits to those of a saved state, which other members may have loaded too."""
         self.lineage, self.commits, self._error_members = lineage, commits, 0
         self.group.reset(commits)
 
     def leave(self) -> None:
-        """Go at once. What has not been handed over is lost."""
+        """Leave immediately. A residual that has not been handed over is lost."""
         if self.has_left:
             return
         for averaging in (self._open, self._doubt):
@@ -129,24 +129,24 @@ class ElasticMembership(Membership):
         self.group.leave()
 
     def _repeated(self, attempt: Callable[[], None]) -> None:
-        """Try until it succeeds, or the group's patience is over."""
+        """Repeat the attempt until it succeeds, or for the group's `wait_seconds`."""
         group, give_up_at, said = self.group, math.inf, ""
         while True:
             try:
                 attempt()
                 return
             except BrokenMemberError:
-                self.leave()  # at once: the others should not wait for a member that ends
+                self.leave()  # immediately: the others must not wait for a member that ends
                 raise
             except (CommunicationError, TryAgainError) as error:
                 now = time.monotonic()
-                # From the first failure on: the others may come late by as long as a quorum may take.
+                # Count from the first failure: the others may be late by as long as a quorum may take.
                 give_up_at = min(give_up_at, now + group.wait_seconds)
-                # First of all: it breaks the others' messages off, which would wait for this member until
-                # they time out.
+                # Do this first: it aborts the others' messages, which would wait for this member until they
+                # time out.
                 group.commit(False)
                 self.stats.retries += not isinstance(error, TooFewError)
-                if str(error) != said:  # who waits for others hears the same again and again
+                if str(error) != said:  # waiting raises the same error again and again
                     said, waits = str(error), isinstance(error, TooFewError)
                     happens = "waiting for more members" if waits else "an averaging failed and is repeated"
                     logger.warning("%s: %s", happens, error)
@@ -185,25 +185,25 @@ class ElasticMembership(Membership):
             try:
                 gather_numbers([1.0], self.group.control, purpose)
             except CommunicationError:
-                # Don't abandon it: some member may have received this message, and committed.
+                # Don't abandon it: another member may have received this message, and committed.
                 self._doubt = opened
                 raise
         except BaseException:
             if self._doubt is None:
                 opened.abandon()
             raise
-        # No message lies between the last one and the commit; the hand-over comes behind it, so that its
-        # failure takes nothing back.
+        # No message is sent between the last one and the commit. The hand-over comes after the commit, so
+        # that its failure undoes nothing.
         self.group.commit(True)
         self._commit(opened)
         self._hand_over(opened.statuses)
-        # Members that leave have handed over what they owed, and would count it again.
+        # Leaving members have handed over their residual, and saving would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
             self._saved = in_all_processes(self._contributor.engine.state_dict, self.group)
 
     def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
-        """Return who averages next, and what this one starts with; None if that must be looked at again."""
+        """Return the members of the next averaging, and this member's tensors, None to compute them again."""
         group = self.group
         start = time.perf_counter()
         try:
@@ -216,7 +216,7 @@ class ElasticMembership(Membership):
         self._note_received()
         is_new, contributor = group.received is not None, self._contributor
         contribution = contributor.contribution()
-        # If others have committed what this member is in doubt of.
+        # The contribution in case the others have committed the averaging in doubt.
         behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
         is_still_that, settings = not is_new and self._doubt is None, inner_settings(contributor.optimizers)
         own = reduced_over_local_processes(
@@ -239,18 +239,18 @@ class ElasticMembership(Membership):
             group,
         )
         statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
-        # In this order, and by the statuses alone. Else, if rank 0 goes on and rank 1 starts over: rank 0
-        # waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
+        # In this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start over:
+        # rank 0 waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
         statuses = self._of_one_lineage(statuses)
         self._admission.check(statuses, settings)
         if self._agreed_changes != group.num_changes:
-            # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
-            # fails: the next change of members starts from this number.
+            # Agree before adopting a state: a refused member has changed nothing. Scale the residual even if
+            # the averaging then fails: the next change of members starts from this number.
             self._admission.agree(statuses)
             self._join(statuses)
             self._adopt()
-            # Members that resume from one state have its mean each; one that joins them has nothing.
+            # Members that resume from a state each have its mean residual; a newcomer has none.
             before = self._error_members or sum(not status.is_new for status in statuses)
             for engine in contributor.engines:
                 engine.regroup(group.control.size / before)
@@ -259,10 +259,10 @@ class ElasticMembership(Membership):
         return statuses, contribution.tensors if is_still_that else None
 
     def _join(self, statuses: Sequence[MemberStatus]) -> None:
-        """Let the other processes of this member have what its first one has: the others, and their state."""
+        """Give the other processes of this member what its first one has: the members, and their state."""
         group, are_new = self.group, [status.is_new for status in statuses]
         if group.has_parts and all(are_new):
-            # The member that has sent its state to the first processes has gone, and the other parts with it.
+            # The member that sent its state to the first process has gone, and so have the other parts.
             group.received = None
             group.reset()
             raise TryAgainError("no member is left that holds all parts of the model")
@@ -272,9 +272,9 @@ class ElasticMembership(Membership):
         """Return the state that a newcomer starts from."""
         device = self._contributor.device
         if device.type != "cpu":
-            # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
+            # This runs on a torchft thread, whose stream does not wait for the training stream.
             torch.accelerator.synchronize(device)
-        # Send what it is about to load: its own model is not shared yet.
+        # Send the state it is about to load: its own model is not shared yet.
         return self.state() if self.group.received is None else self.group.received
 
     def _note_received(self) -> None:
@@ -283,14 +283,14 @@ class ElasticMembership(Membership):
         if received is None:
             return
         if self._doubt is not None and self._doubt.lineage == lineage_of(received):
-            # They have committed what this member had prepared: with that it stands where they do, and keeps
-            # its residual.
+            # They have committed the averaging that this member had prepared. It commits it too, has their
+            # state then, and keeps its residual.
             self._resolve_doubt(was_committed=True)
         else:
-            self._member = self._draw_number()  # to the others, it is a new one
+            self._member = self._draw_number()  # for the others, it is a new member
 
     def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
-        """Return the members with their true lineage; others must start again."""
+        """Return the members with their true lineage; members of another lineage must start again."""
         kept = kept_lineage(statuses)
         if self._doubt is not None:
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
@@ -319,7 +319,7 @@ class ElasticMembership(Membership):
         if received is None:
             return
         lost = contributor.engine.state.error_norm()
-        # If a run resumes, the members that went on before this one have what it owed.
+        # If a run resumes, the members that continued before this one have its residual.
         if self.lineage and self._error_members:
             owed = f", and its residual of norm {lost:g} is lost" if lost else ""
             logger.warning("this member was away: it starts from the others%s", owed)
@@ -332,7 +332,7 @@ class ElasticMembership(Membership):
     def _commit(self, averaging: _Averaging) -> None:
         pending, _, statuses = averaging
         if pending is not None:
-            pending.wait()  # whatever can raise: if a mean is not finite, nothing has moved
+            pending.wait()  # first what can raise: if a mean is not finite, nothing has changed
         self.lineage = averaging.lineage
         self.commits += 1
         may_be_empty = any(status.is_new or status.is_saving for status in statuses)
@@ -343,11 +343,11 @@ class ElasticMembership(Membership):
         self.statuses = statuses
 
     def _hand_over(self, statuses: Sequence[MemberStatus]) -> None:
-        """Let those who stay take over, in equal parts, the residual of those who leave."""
+        """Add the residuals of leaving members, in equal parts, to those of the members that stay."""
         stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
         leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
         errors, transport = self._contributor.engine.state.memory[ERROR], self.group.transport
-        # On which parameters there is a residual is the same on all members.
+        # All members have residuals for the same parameters.
         names = sorted(errors)
         if not stayers or not names:
             return
@@ -355,7 +355,7 @@ class ElasticMembership(Membership):
             try:
                 arrived = broadcast_residual([errors[name] for name in names], transport, rank)
             except CommunicationError as error:
-                # No message comes behind one that has failed, so those of the other leavers are lost, too.
+                # No message can follow a failed one, so the residuals of the other leavers are lost, too.
                 logger.warning(
                     "the residuals of %d members that leave are lost: %s", len(leavers[number:]), error
                 )
@@ -366,5 +366,5 @@ class ElasticMembership(Membership):
                     errors[name].add_(part, alpha=1 / len(stayers))
 
     def _draw_number(self) -> int:
-        """Return a number that no other member has; whatever seeds the user's script sets."""
+        """Return a number that no other member has, independent of seeds that the user's script sets."""
         return int(self.group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))

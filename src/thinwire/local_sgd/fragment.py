@@ -1,4 +1,4 @@
-"""A slice of a model, what it was after its last averaging, and how a model is divided into such."""
+"""A fragment of a model with its last average, and how a model is divided into fragments."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class Averaged(NamedTuple):
     """A tensor of the model that is averaged."""
 
     name: str  # in the model
-    tensor: torch.Tensor  # the model's own, never replaced
+    tensor: torch.Tensor  # the model's own tensor, never replaced
     is_buffer: bool  # an outer optimizer leaves buffers alone
 
     @property
     def spec(self) -> ParameterSpec:
-        """As DDP's buckets hold it: complex as real numbers, with a last dimension of two."""
+        """The spec as in DDP's buckets: complex as real numbers, with a last dimension of two."""
         return ParameterSpec.of(self.name, self.value)._replace(is_statistic=self.is_buffer)
 
     @property
     def value(self) -> torch.Tensor:
-        """The model's own values, as real numbers; of a sharded parameter, those on this process."""
+        """The model's own values, as real numbers; for a sharded parameter, those on this process."""
         tensor = local_tensor(self.tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Buckets:
-    """Tensors that travel flat, as one for each device and type, buffers by themselves."""
+    """Tensors that are sent flat, as one for each device and dtype, buffers separately."""
 
-    num_rounds = 1  # of its last averaging over the group
+    num_rounds = 1  # of the last averaging over the group
 
     def __init__(self, averaged: Iterable[Averaged]) -> None:
         kinds = defaultdict(list)
@@ -50,7 +50,7 @@ class Buckets:
         return chain.from_iterable(self._buckets)
 
     def empty(self, device: torch.device | str | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
-        """Return a flat tensor for each bucket, not written yet."""
+        """Return an uninitialised flat tensor for each bucket."""
         flats = []
         for bucket, specs in zip(self._buckets, self.layout, strict=True):
             value = bucket[0].value
@@ -59,10 +59,10 @@ class Buckets:
         return flats
 
     def parts(self, flats: Iterable[torch.Tensor]) -> list[tuple[Averaged, torch.Tensor]]:
-        """Return each tensor with its part of what is flat, a view in its shape and order of memory."""
+        """Return each tensor with its part of the flat tensors, a view in its shape and memory order."""
         parts = []
         for bucket, specs, flat in zip(self._buckets, self.layout, flats, strict=True):
-            # In each one's own order of memory (channels_last, transposed): copies are straight passes.
+            # In each tensor's own memory order (channels_last, transposed), so that copies are linear passes.
             offset = flat.storage_offset()
             for tensor, spec in zip(bucket, specs, strict=True):
                 parts.append((tensor, flat.as_strided(spec.shape, spec.stride, offset)))
@@ -73,42 +73,42 @@ class Buckets:
 class Fragment(Buckets):
     """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
 
-    What travels is the *change* since then. The model's tensors are written in place.
+    The *change* since then is sent. The model's tensors are written in place.
     """
 
     def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
-        self.sent_after = 0  # steps so far when its change was last sent, or the copy taken
+        self.sent_after = 0  # the step after which its change was last sent, or the copy made
         self.work = 0.0  # of this member since its last averaging
-        self.sent_work = 0.0  # of that, in the pending averaging
-        self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; in fp32 of what has 16 bits
-        self.lasts = self.parts(self.last)  # each tensor with its part of it, always the same tensors
+        self.sent_work = 0.0  # the part of it that the pending averaging has sent
+        self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; fp32 for 16-bit tensors
+        self.lasts = self.parts(self.last)  # each tensor with its part of the copy, always the same tensors
 
     def set_last(
         self, last_average: Mapping[str, torch.Tensor] | None = None, *, buffers: bool = True
     ) -> None:
-        """Take over a saved last average; None for what the model holds now, on all processes alike."""
+        """Set the last average to a saved one; None for the model's values now, the same on all processes."""
         for tensor, last in self.lasts:
             if buffers or not tensor.is_buffer:
                 last.copy_(tensor.value if last_average is None else last_average[tensor.name])
 
     def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by name, as copies on the CPU, the parts of what is flat."""
-        # In the order of the shapes: a state does not depend on how the model lies in memory. On the CPU: a
-        # file of what lay on a GPU is loaded onto that very one, by all processes of a machine.
+        """Return the parts of flat tensors by name, as copies on the CPU."""
+        # Contiguous, so that a state does not depend on the model's memory format. On the CPU, since all
+        # processes of a machine would load a saved GPU tensor onto the same GPU.
         return {
             tensor.name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
             for tensor, part in self.parts(flats)
         }
 
     def changes(self) -> list[torch.Tensor]:
-        """Return by bucket, flat, what has changed since the last averaging on this process."""
+        """Return this process's changes since the last averaging: a flat tensor for each bucket."""
         changes = self.empty()
         for (tensor, change), (_, last) in zip(self.parts(changes), self.lasts, strict=True):
-            # The copy may be on a different device: subtract it where the change is. And as the model was
-            # given it: what of it 16 bits could not hold is no change.
+            # The copy may be on a different device: subtract it where the change is. Round it first, as the
+            # model did: what 16 bits could not hold is not a change.
             change.copy_(last)
-            # Infinite entries of a mask that stayed the same would give inf - inf.
+            # Unchanged infinite entries of a mask would give inf - inf.
             is_same = tensor.value == change if tensor.is_buffer else None
             torch.sub(tensor.value, change, out=change)
             if is_same is not None:
@@ -116,31 +116,31 @@ class Fragment(Buckets):
         return changes
 
     def write_means(self, means: Iterable[torch.Tensor]) -> None:
-        """Make the model the last average, which stays, plus mean changes, which are overwritten."""
+        """Set the model to the last average, which stays, plus mean changes, which are overwritten."""
         for (tensor, last), (_, mean) in zip(self.lasts, self.parts(means), strict=True):
-            # In the means' own memory: their sum needs no other.
+            # Add in the means' own memory, to allocate none.
             tensor.value.copy_(mean.add_(last.to(mean)))
 
     def outer_step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
-        """Make the last average the last average plus mean changes, which are overwritten."""
+        """Move the last average by mean changes, which are overwritten."""
         for (tensor, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
-            # A statistic is no parameter: a step with momentum could make a variance negative.
+            # Buffers are statistics: a step with momentum could make a variance negative.
             if outer is None or tensor.is_buffer:
                 last.add_(change.to(last.device))
             else:
-                # An optimizer steps against its gradient, and the model is to follow the change.
+                # An optimizer steps against its gradient, but the model must follow the change.
                 last.grad = change.neg_().to(last)
         if outer is not None:
             try:
                 outer.step()
             finally:
-                # It holds all fragments' parameters, and leaves those alone that have no gradient.
+                # It holds all fragments' parameters, and skips those without a gradient.
                 outer.zero_grad(set_to_none=True)
 
     def apply(
         self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, local_weight: float = 0.0
     ) -> None:
-        """As `outer_step`, and let the model follow."""
+        """Take an outer step, and set the model to its result."""
         self.outer_step(means, outer)
         if not local_weight:
             self.restore_last()
@@ -149,13 +149,13 @@ class Fragment(Buckets):
             tensor.value.mul_(local_weight).add_(last.to(tensor.value.device), alpha=1 - local_weight)
 
     def restore_last(self) -> None:
-        """Make the model the last average."""
+        """Set the model to the last average."""
         for tensor, last in self.lasts:
             tensor.value.copy_(last)
 
 
 class Fragments(tuple[Fragment, ...]):
-    """All fragments of a model, in the order of their turns."""
+    """All fragments of a model, in the order in which they are averaged."""
 
     @property
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
@@ -168,7 +168,7 @@ class Fragments(tuple[Fragment, ...]):
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter or buffer: the outermost numbered block, else the module that has it.
+    """Return the layer of a parameter or buffer: the outermost numbered block, or else its module.
 
     Examples:
         >>> [layer_of(name) for name in ("blocks.3.mlp.0.weight", "embed.tokens.weight", "scale")]
@@ -187,18 +187,18 @@ def layouts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tu
 
 
 def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[Averaged]]:
-    """Deal out the layers of a model: about as many bytes to each fragment, and layers from all depths.
+    """Divide a model's layers into fragments of about equal bytes, each with layers from all depths.
 
-    The largest layers go first, each to the fragment that has least; so it is decided how many layers of
-    each size a fragment gets. Which of them is decided in the order of the model, the fragments in turn.
-    (The strided fragments of Streaming DiLoCo, arXiv 2501.18512, with bytes balanced.)
+    The largest layers are assigned first, each to the fragment with the fewest bytes. This gives the number
+    of layers of each size per fragment. Layers of equal size are dealt to the fragments in model order, round
+    robin. (The strided fragments of Streaming DiLoCo, arXiv 2501.18512, with bytes balanced.)
     """
     layers = defaultdict(list)
     for item in averaged:
         layers[layer_of(item.name)].append(item)
     by_bytes = defaultdict(list)
     for name, members in layers.items():
-        # Bytes of whole parameters: the shards of a model must be divided alike.
+        # Bytes of whole parameters: all shards of a model must be divided the same way.
         by_bytes[sum(item.tensor.nbytes for item in members)].append(name)
     num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
     if num_fragments > num_layers:
@@ -214,7 +214,7 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
             lightest = sizes.index(min(sizes))
             sizes[lightest] += nbytes
             share[lightest] += 1
-        # The order of the model, so that layers next to each other come into different fragments.
+        # In model order, so that neighbouring layers are in different fragments.
         dealt: Counter[int] = Counter()
         for number, name in enumerate(names, start=1):
             behind = {f: number * share[f] / len(names) - dealt[f] for f in share if dealt[f] < share[f]}

@@ -1,4 +1,4 @@
-"""The optimizers inside: which are refused, and what members compare and give newcomers of them."""
+"""The inner optimizers: which are refused, what members compare, and what newcomers receive."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from thinwire.torch_private import num_messages, takes_step_hooks
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-# A copy that was just made differs from the weights by a step or a few, a momentum by about all of them.
+# A fresh copy differs from the weights by a few steps, a momentum by about their whole norm.
 MAX_DISTANCE = 0.3
-# Prodigy's: it measures how far the weights have gone from them, and never goes back to them.
+# Prodigy's initial weights: it measures the distance from them, and never restores them.
 ONLY_READ = "state['p0']"
 
-# Settings that schedules change. Others are counts or estimates of some optimizers' own.
+# Settings that schedules change. Others are internal counts or estimates of some optimizers.
 SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
-MAX_GAP = 1e-6  # relative: the same schedule may be rounded otherwise
+MAX_GAP = 1e-6  # relative: the same schedule may be rounded differently
 
 InnerSettings: TypeAlias = Mapping[str, list[float]]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters that an optimizer holds, group by group, as its state numbers them."""
+    """Return an optimizer's parameters, group by group, in the order in which its state numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def checked_optimizers(
     optimizer: Optimizers, averaged: Sequence[Averaged], module: nn.Module, *, is_sharded: bool
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
+    """Return the optimizers that train a module, in step order: the steps of the last one are counted."""
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     for inner in optimizers:
         if not isinstance(inner, torch.optim.Optimizer):
@@ -60,7 +60,7 @@ def checked_optimizers(
                 "the optimizer holds none of the model's trainable parameters; build it from this model: "
                 "optimizer = torch.optim.SGD(model.parameters(), …)"
             )
-        # Fewer than the model's are fine: an optimizer that is not passed may train the others.
+        # Some of the model's parameters may be missing: another optimizer may train them.
         foreign = len(held - set(map(id, module.parameters())))
         if foreign:
             raise ConfigError(
@@ -73,8 +73,8 @@ def checked_optimizers(
 
 
 def _check_sends_nothing(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
-    # An optimizer of a sharded model may gather a matrix from the shards of one replica. (A mesh is known by
-    # its name: its type takes seconds to import.)
+    # An optimizer of a sharded model may gather a matrix from the shards of one replica. (A mesh is
+    # recognised by its name: its type takes seconds to import.)
     joins = [
         key
         for key, value in vars(optimizer).items()
@@ -97,15 +97,15 @@ def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigErr
 
 @contextmanager
 def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transport) -> Iterator[None]:
-    """Refuse, in its first step while this is open, an optimizer that sends messages over a group.
+    """Refuse an optimizer that communicates, in its first step inside this context.
 
-    Some gather what each process has computed (Muon), and hold nothing that shows it.
+    Some gather each process's results (Muon), and have no attribute that shows it.
     """
     group = transport.group if isinstance(transport, ProcessGroupTransport) else None
     counts: dict[int, int | None] = {}  # of messages before the first step, None after it
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # The messages of a closure are gradients.
+        # Messages from inside a closure are gradients.
         if all(argument is None for argument in (*args[1:], *kwargs.values())):
             counts.setdefault(id(optimizer), num_messages(group))
 
@@ -126,22 +126,22 @@ def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transpo
 
 
 class CopiesOfWeights:
-    """Looks for copies of the weights in what optimizers keep: they would undo an average in the next step.
+    """Finds copies of the weights in optimizers' states: they would undo an average in the next step.
 
-    Schedule-free's z, Lookahead's slow weights, MADGRAD's x0, and fp32 weights behind a model of 16 bits.
+    Schedule-free's z, Lookahead's slow weights, MADGRAD's x0, and fp32 weights behind a 16-bit model.
     """
 
     def __init__(self) -> None:
         self._seen: set[tuple[int, str, int]] = set()  # optimizer, where, parameter
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer], lasts: Mapping[int, torch.Tensor]) -> None:
-        """Refuse copies of the weights, or of `lasts`, by their identity the last averages of parameters.
+        """Refuse copies of the weights or of `lasts`, which maps a parameter's `id` to its last average.
 
-        Cost: of what is kept since the last call a few passes and a host synchronisation, else none.
+        Cost: a few passes over state that is new since the last call, and a host synchronisation; else none.
         """
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("torch.optim"):
-                continue  # those of torch keep none that they go back to
+                continue  # torch's optimizers keep no copies that they restore
             new = defaultdict(list)
             for where, parameter, tensor in _states_of(optimizer):
                 if (id(optimizer), where, id(parameter)) not in self._seen:
@@ -149,7 +149,7 @@ class CopiesOfWeights:
             for where, pairs in new.items():
                 averaged = [(tensor, lasts[id(p)]) for tensor, p in pairs if id(p) in lasts]
                 distances = [_distance(pairs), _distance(averaged or pairs)]
-                # Weights that are all zero do not tell yet: momentum begins there, too.
+                # Weights that are all zero don't show it yet: momentum also starts at zero.
                 if math.inf not in distances:
                     self._seen |= {(id(optimizer), where, id(parameter)) for _, parameter in pairs}
                 if min(distances) < MAX_DISTANCE:
@@ -161,7 +161,7 @@ class CopiesOfWeights:
 
 
 def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return how far tensors are from weights, as a share of those; infinity if all of those are zero."""
+    """Return the distance of tensors from weights, relative to the weights; infinity if all are zero."""
     distance = norm = 0.0
     for tensor, weights in pairs:
         # An accelerator may have no fp64.
@@ -173,7 +173,7 @@ def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield where an optimizer, or one that it wraps, keeps a tensor, the parameter of it, and the tensor."""
+    """Yield each tensor of an optimizer, or of one that it wraps: (where it is kept, parameter, tensor)."""
     parameters = parameters_of(optimizer)
     candidates: list[tuple[str, Sequence[torch.Tensor], object]] = []
     for holder in (optimizer, *_inside(optimizer)):
@@ -186,16 +186,16 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
     for where, owners, value in candidates:
         leaves, sizes = _leaves(value), [parameter.numel() for parameter in owners]
         first = leaves[0] if len(leaves) == 1 < len(owners) else None
-        if isinstance(first, torch.Tensor) and first.numel() == sum(sizes):  # a flat one of all
+        if isinstance(first, torch.Tensor) and first.numel() == sum(sizes):  # one flat tensor of all
             leaves = first.reshape(-1).split_with_sizes(sizes)
-        # They stand for the parameters if there are as many.
+        # Assume that they belong to the parameters if there are as many.
         for parameter, tensor in zip(owners, leaves, strict=True) if len(leaves) == len(owners) else ():
             if where == ONLY_READ or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                 continue
             if tensor.numel() != parameter.numel():
                 continue
             held, weights = local_tensor(tensor), local_tensor(parameter)
-            # A view has the average when the parameter has, and quantized states only their optimizers read.
+            # A view of the parameter changes with it, and only their optimizers can read quantized states.
             if type(held) is torch.Tensor and (
                 held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr()
             ):
@@ -231,7 +231,7 @@ def _leaves(value: object) -> Sequence[object]:
     return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list | tuple) else [value]
 
 
-# Settings that members compare, and state that a newcomer is given.
+# Settings that members compare, and state that a newcomer receives.
 
 
 def inner_settings(optimizers: Sequence[torch.optim.Optimizer]) -> InnerSettings:
@@ -254,7 +254,7 @@ def digest(settings: InnerSettings) -> int:
 
 
 def difference(own: InnerSettings, others: InnerSettings) -> str:
-    """Return the first setting that differs, with both values, in words; empty if none does."""
+    """Describe the first setting that differs, with both values; empty if none does."""
     for name in sorted({*own, *others}, key=lambda name: not name.startswith("lr ")):
         both = own.get(name, []), others.get(name, [])
         pairs = zip(*both, strict=False)
@@ -268,13 +268,13 @@ def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
     """Return `held`, this process's part of a tensor, sharded as a parameter is."""
     if not hasattr(parameter, "to_local"):
         return held
-    # That takes seconds to import; with a sharded model it is done.
+    # This takes seconds to import; a sharded model has imported it already.
     sharded: torch.Tensor = import_module("thinwire.adapters.sharded.model").sharded_like(parameter, held)
     return sharded
 
 
 def state_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state, of sharded parameters that of what this process holds."""
+    """Return an optimizer's state; for sharded parameters, that of this process's shards."""
     state = optimizer.state_dict()
     held = {
         number: {key: local_tensor(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
@@ -284,7 +284,7 @@ def state_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
-    """Let optimizers go on from states as of `state_of_shards`: all of them, or none."""
+    """Load states as returned by `state_of_shards`: into all optimizers, or none."""
     if len(states) != len(optimizers):
         raise StateError(
             f"the state is of {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
@@ -293,13 +293,13 @@ def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequenc
     before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
     for optimizer, state in zip(optimizers, states, strict=True):
         try:
-            # Loading does not look into them, and the next step would.
+            # Loading does not check them; the next step would fail.
             if not all(isinstance(values, Mapping) for values in state["state"].values()):
                 raise TypeError("it has a parameter's state that is no mapping")
             parameters = parameters_of(optimizer)
             held = {number: _as_held(values, parameters[number]) for number, values in state["state"].items()}
             optimizer.load_state_dict({**state, "state": held})
-        except Exception as error:  # optimizers raise what they like
+        except Exception as error:  # optimizers raise all kinds of errors
             for restored, (state_before, groups) in zip(optimizers, before, strict=True):
                 restored.state, restored.param_groups = state_before, groups
             raise StateError(

@@ -1,4 +1,4 @@
-"""`LocalSGD` and `DiLoCo`: what users enter around their training loop."""
+"""`LocalSGD` and `DiLoCo`: contexts that users enter around their training loop."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 class LocalSGD(ModelAverager, Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
-    A context manager around the training loop, which every process of the group enters. What travels is each
-    process's *change* of the parameters since the last averaging: `algorithm` may be any of Thinwire's, with
-    its error memory. After an averaging all processes hold the same parameters to the bit, written in place.
+    A context manager around the training loop. Every process of the group enters it. Each process sends the
+    *change* of its parameters since the last averaging: `algorithm` can be any of Thinwire's, with its error
+    memory. After an averaging all processes hold the same parameters to the bit, written in place.
 
-    The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
-    but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
-    `algorithm` and `outer` are for the averagings over the group after it (table in docs/local-sgd.md).
+    The warm-up and all averaging within subgroups are plain data-parallel training: without `outer`, and
+    exact except for `warmup.algorithm`. A DDP model's parameters are averaged once, exactly, at the end of
+    its warm-up. `algorithm` and `outer` apply to later averagings over the group; see docs/local-sgd.md.
 
-    On entry all processes take the model of the group's first process, buffers included, unless a state was
-    loaded. A clean exit averages the steps since the last averaging, so all processes leave with the same
+    On entry all processes receive the model of the group's first process, buffers included, unless a state
+    was loaded. A clean exit averages the steps since the last averaging, so all processes leave with the same
     model; after an exception nothing is sent. A DDP model then averages its gradients over its group again.
 
     Sources: McMahan et al. (arXiv 1602.05629, algorithm 1); Stich (arXiv 1805.09767); Lin et al. (arXiv
@@ -59,39 +59,39 @@ class LocalSGD(ModelAverager, Joinable):
             `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
             the result of `torch.compile` on either).
         optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
-            steps, of which the last one's are counted. Their state is never averaged.
+            steps: the steps of the last one are counted. Their state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step, which moves the last averaged parameters along the mean change: a
-            `thinwire.Nesterov`; or a function that makes an optimizer of them, which steps with minus the
-            mean change as their gradient. None for the mean itself.
-        streaming: In how many parts the model travels, and while training goes on or not.
+            `thinwire.Nesterov`, or a function that makes an optimizer of these parameters. Their gradient is
+            then minus the mean change. None for the mean itself.
+        streaming: How many parts the model is sent in, and whether training continues meanwhile.
         warmup: Steps at the start that are plain data-parallel training; None for none.
-        replicas: The processes that average: a group, None for that of the DDP model or the default one. In
+        replicas: The group of processes that average; None for the DDP model's group or the default one. In
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
-            well. For a model in parts those that hold the same part of other replicas, such as
+            well. For a model in parts, the processes that hold the same part of other replicas, such as
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
-        subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
-            what goes to the group is sent once for each, each process a part; see docs/machines.md.
-        grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
-            as well. Its `step` is replaced on this object while the context lasts.
+        subgroup: This process's fast subgroup, such as the processes of its machine. If all subgroups have
+            the same size, each sends everything once, each process a part; see docs/machines.md.
+        grad_scaler: The `GradScaler`, if there is one: steps that it skips on only one process must be
+            counted, too. Its `step` is replaced on this object inside the context.
 
-    Of a model in parts (FSDP2, native HSDP, tensor or expert parallel, a pipeline's stage) each process
-    averages its own part, and no weights are gathered. A replica counts as one member. The state is of the
-    whole model if `fully_shard` has cut it over a mesh of one dimension, else of each process's part.
+    If the model is in parts (FSDP2, native HSDP, tensor or expert parallel, a pipeline's stage), each process
+    averages its own part, and no weights are gathered. A replica counts as one member. The state is that of
+    the whole model if `fully_shard` cut it over a one-dimensional mesh, otherwise of each process's part.
 
-    Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
-    `algorithm` and `outer` keep. An averaging first sends 136 bytes for each process, to compare step counts,
-    and synchronises with the host three times.
+    Cost: a copy of the averaged tensors (fp32 for 16-bit ones), a second one during an averaging, and the
+    state of `algorithm` and `outer`. An averaging first sends 136 bytes for each process, to compare step
+    counts, and synchronises with the host three times.
 
     Attributes:
-        sync: What averages the changes every `every_steps` steps: its plan, and switching the algorithm.
+        sync: The handle of the averagings every `every_steps` steps: their plan, and `use`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
-            a model whose parameters have no values yet, or are all frozen.
-        GradientError: A parameter can't be averaged by the algorithm.
+        AttachError: There is no process group, or this process is not in it, or LocalSGD can't drive the DDP
+            model, or the model's parameters have no values yet or are all frozen.
+        GradientError: The algorithm can't average a parameter.
 
     Examples:
         >>> import thinwire
@@ -140,23 +140,23 @@ class LocalSGD(ModelAverager, Joinable):
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
-        """Start: all processes take the first one's model, unless a state was loaded. Collective."""
+        """Give all processes the first one's model, unless a state was loaded. Collective."""
         model, engines, membership = self._model, self._engines, self._membership
         if model.entered:
             raise StepError(
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
-        self._check_copies()  # before models are made equal: copies are of each process's own
+        self._check_copies()  # before models are made equal: each copy is of its process's own model
         averaged, group = model.tensors(), engines.main.transport
-        # The models first: those of other shapes could not even be divided alike.
+        # Check the models first: different shapes could not even be divided the same way.
         membership.check_models(averaged, type(self).__name__)
         num_members = group.size // (1 if engines.subgroup is None else engines.subgroup.transport.size)
         model.divide(averaged, self._schedule, num_members, self._engine.algorithm)
-        # All must know before the first message whether they start, which is collective, or go on.
+        # Before the first message, all must know whether they start, which is collective, or resume.
         membership.agree_on_settings(self._loaded)
         if self._loaded is None:
-            # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
+            # Frozen parameters and integer buffers too: they are never averaged, so they must start equal.
             tensors = chain(self.module.parameters(), self.module.buffers())
             copy_from(group.rank == 0, map(local_tensor, tensors), group)
             for fragment in model.fragments:
@@ -165,7 +165,7 @@ class LocalSGD(ModelAverager, Joinable):
             membership.resume(self._loaded)
         self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
-            # If the second refuses, the first is taken off.
+            # If the second one raises, the first one is removed.
             attached.enter_context(self._in_loop())
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
@@ -190,28 +190,28 @@ class LocalSGD(ModelAverager, Joinable):
 
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End: average what is left, unless an exception is under way, and take all hooks off."""
+        """Average what is left, unless an exception was raised, and remove all hooks."""
         try:
             # After an exception other processes may be anywhere: collectives would not match.
             if kind is None:
                 self.average()
         finally:
-            # After an average nothing is pending; after an exception no one waits for what is.
+            # After an average nothing is pending; after an exception nobody waits for the pending average.
             self._membership.abandon()
             self._is_inside = False
             self._attached.close()
 
     def average(self) -> None:
-        """Average over the group now, before an evaluation or a checkpoint, say. Collective.
+        """Average over the group now, for example before an evaluation or a checkpoint. Collective.
 
-        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is
-        pending is applied first. A change that no step of `optimizer` has made, such as of weights that were
-        loaded, is not averaged: it is taken over as it is if it is the same on all processes.
+        The schedule continues as if this had not been called. With `outer`, this is an outer step. A pending
+        average is applied first. Changes that no step of `optimizer` has made, such as loaded weights, are
+        not averaged: they are kept if they are the same on all processes.
 
         Raises:
-            StepError: Outside the context, or processes are at different steps, or a process's parameters
-                are not finite, or have changed without a step, and not on all alike, or were loaded with
-                steps pending, or the settings of `outer` differ; nothing was averaged.
+            StepError: Outside the context, or processes are at different steps, or the settings of `outer`
+                differ; or a process's parameters are not finite, or have changed without a step, and not the
+                same way on all, or were loaded with steps pending. Nothing was averaged.
             CommunicationError: A collective failed.
         """
         with self._collective("average()"):
@@ -220,7 +220,7 @@ class LocalSGD(ModelAverager, Joinable):
     # After each step.
 
     def _after_own_step(self) -> None:
-        # Before all that the step sends: processes that shadow it are waiting for this message.
+        # Before the step sends anything else: shadowing processes are waiting for this message.
         notify_of_step(self)
         super()._after_own_step()
 
@@ -229,21 +229,21 @@ class LocalSGD(ModelAverager, Joinable):
             with self._collective("a step"):
                 self._membership.average_within()
         super()._average_if_due()
-        if self._model.ddp is not None:  # whose gradients are averaged without a commit
+        if self._model.ddp is not None:  # DDP's gradients are averaged without a commit
             self._contributor.end_warmup()
 
     # Uneven inputs: see thinwire.join.
 
     def join_hook(self, **options: Any) -> JoinHook:
-        """Return, for a join context, how this process shadows the others once it has no more input.
+        """Return the hook with which a process without input shadows the others in a join context.
 
         Changes are divided by the members of the group, or (`divide_by_initial_world_size=False`) by the
-        processes that had input since the last averaging. At the context's end what is left is averaged.
+        processes that had input since the last averaging. The end of the context averages what is left.
 
         Raises:
             StepError: The LocalSGD context is not entered.
             AttachError: The model is a DDP model, which averages its gradients itself, or a sharded one.
-            ConfigError: By the contributors with a subgroup, fragments or a delay.
+            ConfigError: Division by contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
@@ -277,7 +277,7 @@ class LocalSGD(ModelAverager, Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group that is joined.
+        """The process group of the join context.
 
         Raises:
             AttachError: There is none: this averages over a transport.
@@ -289,31 +289,31 @@ class LocalSGD(ModelAverager, Joinable):
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule, the last average and what algorithm and outer optimizer remember. Collective.
+        """Return the schedule, the last average and the state of algorithm and outer optimizer. Collective.
 
-        The same on every process. The model and the optimizer are the user's to save: between averagings
+        The result is the same on every process. Save the model and the optimizer yourself: between averagings
         they differ from process to process, so save them on each to resume to the bit; or call
-        `average()` first and save one model. `torch.load(weights_only=True)` takes it. What is pending is
-        waited for and saved as it came; it is applied when it is due, here and in the run that resumes.
+        `average()` first and save one model. `torch.load(weights_only=True)` accepts it. A pending average is
+        waited for and saved; it is applied when it is due, in this run and in the run that resumes.
 
-        Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
+        Cost: a copy of the averaged tensors and the outer optimizer's state; see `GradientSync.state_dict`.
 
         Raises:
-            StepError: It was not entered yet, or processes are at different steps.
+            StepError: The context was not entered yet, or processes are at different steps.
             CommunicationError: A collective failed.
-            AgreementError: The processes have made different steps, or have other algorithms.
+            AgreementError: The processes differ in their steps or algorithms.
         """
         model, pending, warmup = self._model, self._membership.pending, self._schedule.warmup
         if not model.entered:
             raise StepError("there is nothing to save before the context is entered: with local: …")
-        # The memory of an algorithm is known when its step has ended.
+        # An algorithm's memory is final only when its step has ended.
         if pending is not None and not pending.is_done:
             with self._collective("state_dict()"):
                 self._membership.settle()
         fragments, replica, sent_at = model.fragments, model.replica, self._contributor.sent_at
         means = {} if pending is None else pending.changes
         lasts = dict(chain.from_iterable(fragment.named(fragment.last).items() for fragment in fragments))
-        # Several of these are collective: in one order on all processes, of the shards of a replica too.
+        # Several of these are collective: keep one order on all processes, including a replica's shards.
         return packed_state(
             step=self.steps,
             sent_after=tuple(sent_at if fragment in means else fragment.sent_after for fragment in fragments),
@@ -324,7 +324,7 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
             outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
-            # Its last step is exact, and sends what was kept before. After it nothing of it is needed.
+            # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
             warmup=self._engines.gradients.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps
             else None,
@@ -332,15 +332,15 @@ class LocalSGD(ModelAverager, Joinable):
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
+        """Load a state saved by `state_dict`, the same on every process; call it before entering.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be different, unless an average was pending. The outer optimizer goes on with the
-        learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
-        optimizers do: to change them, write to `outer.param_groups` after entering.
+        fragments may differ, unless an average was pending. As in torch's optimizers, the outer optimizer
+        uses the learning rate and momentum of the state, not those given or chosen in this run: to change
+        them, write to `outer.param_groups` after entering.
 
         Raises:
-            StateError: It is not such a state, or it is of a different model.
+            StateError: It is not such a state, or is from a different model.
             StepError: The context was entered already.
         """
         if self._model.entered:
@@ -351,7 +351,7 @@ class LocalSGD(ModelAverager, Joinable):
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
         has_outer, has_warmup = self._model.make_outer is not None, bool(self._schedule.warmup.algorithm)
-        # A copy: it is used on entry, and the caller's own may have changed by then.
+        # A copy: it is used on entry, and the caller may change the original before.
         loaded = checked_state(copy.deepcopy(state), shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
@@ -359,7 +359,7 @@ class LocalSGD(ModelAverager, Joinable):
         )
         warm_engine = self._engines.gradients
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
-        # First what may refuse: then nothing else has changed.
+        # First what may raise: then nothing else has changed.
         self.sync.load_state_dict(loaded.sync)
         if warmup is not None:
             warm_engine.load(warmup)
@@ -370,11 +370,11 @@ class LocalSGD(ModelAverager, Joinable):
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.
 
-    `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
-    is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
-    With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
-    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`. Arguments, cost and
-    errors are those of `LocalSGD`; a subgroup counts as one member.
+    This is `LocalSGD` with other defaults; see there what is averaged and when. The outer optimizer is SGD
+    with Nesterov momentum on the last averaged parameters; changes are sent in four bits per number. With
+    `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training continues. With Muon
+    inside, and AdamW for parameters that are not matrices, it is MuLoCo: `DiLoCo(model, [muon, adamw])`.
+    Arguments, cost and errors are those of `LocalSGD`; a subgroup counts as one member.
 
     Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
     2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).

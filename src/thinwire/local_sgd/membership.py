@@ -1,4 +1,4 @@
-"""Averagings with all members of a group, which either stays as it is or (`elastic_membership`) changes."""
+"""Averagings with all members of a group that never changes; `elastic_membership` has groups that do."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LOADED_STATE = "loaded state"
 
 
 class Membership(ABC):
-    """Averages what a contributor puts in with the members of a group: at most one average is pending.
+    """Averages a contributor's tensors over the members of a group: at most one average is pending.
 
-    1. `start` asks who takes part, gathers the status of each member, and sends the first messages.
-    2. `advance`, while training goes on: sends the next rounds, if the algorithm has several.
-    3. `finish` waits for the means and lets the contributor commit them.
+    1. `start` finds the members, gathers their statuses, and sends the first messages.
+    2. `advance`, while training continues, sends the next rounds, if the algorithm has several.
+    3. `finish` waits for the means, and the contributor commits them.
     """
 
     has_left = False
@@ -45,17 +45,17 @@ class Membership(ABC):
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """Whether an averaging was started, and not finished."""
+        """Whether an averaging was started and not finished."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether more rounds of the pending averaging are due than were sent."""
+        """Whether more rounds of the pending averaging are due than have been sent."""
         return False
 
     @abstractmethod
     def start(self, *, is_delayed: bool = False) -> None: ...
 
-    def advance(self) -> None:  # noqa: B027 - most send all when it is finished
+    def advance(self) -> None:  # noqa: B027 - most memberships send all rounds in `finish`
         """Send the rounds of the pending averaging that are due. Collective."""
 
     @abstractmethod
@@ -67,14 +67,14 @@ class Membership(ABC):
         self.finish()
 
     def abandon(self) -> None:  # noqa: B027 - as above
-        """Forget what is pending: its changes are sent again when their turn comes."""
+        """Drop the pending average: its changes are sent again at their next turn."""
 
 
 class StaticMembership(Membership):
-    """Averages with members that stay, by the schedule, on request (`average_all`) and within subgroups.
+    """Averages with fixed members: as scheduled, on request (`average_all`) and within subgroups.
 
-    They refuse alike, all of them: `StepError` if they are at different steps or one has parameters that are
-    not finite, `CommunicationError` if a collective failed.
+    All members raise the same error: `StepError` if they are at different steps or one has parameters that
+    are not finite, `CommunicationError` if a collective failed.
     """
 
     _contributor: ModelChanges
@@ -84,18 +84,18 @@ class StaticMembership(Membership):
         self._transport = changes.engines[0].transport
         self.pending: PendingAverage[Fragment] | None = None
         self.subgroup = subgroup
-        self._step = 0  # of the members, when the pending average was sent
+        self._step = 0  # the members' step when the pending average was sent
         self._gathers: list[StatusGather] = []  # not read yet, in this order
-        self._to_read = 0  # of those: before the latest round is waited for
+        self._to_read = 0  # how many of them to read before waiting for the latest round
 
     # On entry.
 
     def check_models(self, averaged: Sequence[Averaged], name: str) -> None:
-        """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
+        """Raise on all processes if models differ, or have changed since this was made."""
         engine = self._contributor.engines[0]
         self._agree({}, lambda: engine.agree(averaged[0].value.device))
-        # The plan is of what was trained then: messages of other lengths would end the process, and those of
-        # equal lengths be averaged with other parameters'.
+        # The plan is for the parameters trained then. Messages of different lengths would crash the process;
+        # with equal lengths, different parameters would be averaged with each other.
         others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})[:4]
         self._agree({"parameters that have changed since LocalSGD was made:": str(others)} if others else {})
         if others:
@@ -105,7 +105,7 @@ class StaticMembership(Membership):
             )
 
     def agree_on_settings(self, loaded: LoadedState | None) -> None:
-        """Refuse, on all processes alike, to enter with other settings. Collective."""
+        """Raise on all processes if their settings differ. Collective."""
         digest = str(None if loaded is None else loaded.digest)
         self._agree(self._contributor.settings() | {LOADED_STATE: digest})
 
@@ -113,20 +113,20 @@ class StaticMembership(Membership):
         replica, group, purpose = self._contributor.model.replica, self._transport, "entering LocalSGD"
         algorithm = repr(self._contributor.engines[0].algorithm)
         of_shard = {"replica": f"{group.rank} of {group.size}", "algorithm": algorithm, **described}
-        if replica.saves_parts:  # each process has loaded its own
+        if replica.saves_parts:  # each process has loaded its own part
             of_shard.pop(LOADED_STATE, None)
         action = action or (lambda: agree(group, described, purpose))
         alike_on_all_shards(replica.inside, purpose, lambda: of_shard, action)
 
     def resume(self, loaded: LoadedState) -> None:
-        """Let fragments and the average that was pending go on from a state."""
+        """Load fragments and the pending average from a state."""
         changes = self._contributor
         load_fragments(loaded, changes.model)
-        self.abandon()  # of an attempt to enter that has failed
+        self.abandon()  # from a failed attempt to enter
         changes.go_by_steps(loaded.step)
         changes.end_warmup()
         for number, means in loaded.pending:
-            # Version 0.2 had several pending: those before the last are applied here.
+            # Version 0.2 could have several pending averages: all but the last are applied now.
             if self.is_open:
                 self.finish()
             fragment = changes.fragments[number]
@@ -147,8 +147,8 @@ class StaticMembership(Membership):
         contribution = self._contributor.contribution()
         self._gather_status(contribution.weight, is_finite=contribution.is_finite)
         self._to_read = len(self._gathers)
-        # Read first: a process at a different step sends no changes to wait for. If it is delayed, before
-        # the first round is waited for; but the engine's comparison blocks, and all must come to it.
+        # Read statuses first: a process at a different step sends no changes to wait for. A delayed average
+        # reads them before it waits for the first round, unless the engine's blocking comparison is due.
         must_read = not is_delayed or not self._contributor.engines[0].buckets.has_agreed
         self._send(contribution, self._read() if must_read else (), is_delayed=is_delayed)
 
@@ -168,15 +168,15 @@ class StaticMembership(Membership):
 
     def advance(self) -> None:
         assert self.pending is not None
-        # A status goes before all that is sent. Else, if rank 0 is a step late: rank 1 sends round 2, rank 0
-        # leaves the context and sends its status, and each waits for the other. So both read two statuses.
+        # Send a status before everything else. Otherwise, if rank 0 is a step late: rank 1 sends round 2,
+        # rank 0 leaves the context and sends its status; each waits for the other. So both read two statuses.
         self._gather_status()
         self.pending.send(self._contributor.rounds_due, self._read_due)
 
     def settle(self) -> None:
         """Wait for the means of the pending averaging, without applying them. Collective."""
         self._gather_status()
-        self._read()  # before anything is waited for: members that are at other steps send other rounds
+        self._read()  # before waiting for anything: members at other steps send other rounds
         self._wait()
 
     def _wait(self) -> None:
@@ -187,13 +187,13 @@ class StaticMembership(Membership):
             self._gather_status()
         pending.send(before=self._read_due)
         pending.wait()
-        # Only now is it known; the next averaging spreads them over the delay.
+        # The number of rounds is known only now; the next averaging spreads them over the delay.
         for fragment in pending.changes:
             fragment.num_rounds = pending.num_rounds
 
     def finish(self) -> None:
         self._wait()
-        # Only then: what has raised above is still to be abandoned.
+        # Only now: if anything above raised, the pending average must still be abandoned.
         pending, self.pending = self.pending, None
         members = self._transport.size
         self._contributor.commit(pending, self._step, members, may_be_empty=True)
@@ -204,12 +204,12 @@ class StaticMembership(Membership):
         self.pending, self._gathers, self._to_read = None, [], 0
         self._contributor.go_by_steps(self._contributor.steps)
 
-    # Averagings besides those of the schedule.
+    # Averagings outside the schedule.
 
     def average_all(self) -> None:
-        """Apply what is pending, then average what steps have changed since each fragment was sent.
+        """Apply the pending average, then average what steps have changed since each fragment was sent.
 
-        What has changed without a step is taken over if it is the same on all members. Collective.
+        Changes made without a step are kept if they are the same on all members. Collective.
         """
         changes = self._contributor
         fragments, step = changes.fragments, changes.steps
@@ -217,7 +217,7 @@ class StaticMembership(Membership):
         is_finite = are_finite(flats, changes.together)
         if self.subgroup is not None:
             self._check_within(self.subgroup.transport, is_finite=is_finite)
-        # Weights that were loaded, or are those of an optimizer that nobody counts.
+        # Changes without counted steps: loaded weights, or those of an optimizer whose steps are not counted.
         sent = () if self.pending is None else self.pending.changes
         quiet = {f: flats[f] for f in fragments if step == f.sent_after and f not in sent}
         self._gather_status(
@@ -231,7 +231,7 @@ class StaticMembership(Membership):
             self._take_over(Fragments(quiet))
         if self.is_open:
             self.finish()
-        # Each by itself as ever, those first that have waited longest: the same order everywhere.
+        # Each by itself as usual, the one that has waited longest first: the same order on all processes.
         waiting = sorted((f for f in fragments if step > f.sent_after), key=lambda f: f.sent_after)
         turns = [[fragment] for fragment in waiting]
         if waiting and changes.schedule.is_warm_up(step):
@@ -239,15 +239,15 @@ class StaticMembership(Membership):
         try:
             for turn in turns:
                 changes.chosen = turn
-                # All are known to be at this step: one question is enough.
+                # All members are known to be at this step: gathering one status is enough.
                 self._send(changes.contribution(), statuses)
                 self.finish()
         finally:
             changes.chosen = None
 
     def _have_moved(self, changes: Mapping[Fragment, Sequence[torch.Tensor]]) -> bool:
-        """Return whether any parameter has changed, on some shard of a replica."""
-        # Buffers do in every forward pass.
+        """Return whether any parameter has changed on any shard of the replica."""
+        # Not buffers: they change in every forward pass.
         have_moved = any(
             flat.any()
             for fragment, flats in changes.items()
@@ -257,7 +257,7 @@ class StaticMembership(Membership):
         return not self._on_all_shards(not have_moved, "whether all shards are still")
 
     def _take_over(self, fragments: Fragments) -> None:
-        """Take what the model holds for the last average, or refuse it on all members alike. Collective."""
+        """Make the model's values the last average, or raise on all members if they differ. Collective."""
         purpose = "comparing parameters that have changed without a step"
         rows = gather_numbers([float(fragments.checksum())], self._transport, purpose)
         if not self._on_all_shards(rows == rows[:1] * len(rows), purpose):
@@ -274,12 +274,12 @@ class StaticMembership(Membership):
         return bool(true_for_all(torch.tensor(is_true), self._contributor.model.replica.inside, purpose))
 
     def average_within(self) -> None:
-        """Average within the subgroup, exactly, what the group does not average now. Collective."""
+        """Average exactly, within the subgroup, fragments that the group does not average now. Collective."""
         changes, engine = self._contributor, self.subgroup
         assert engine is not None
         flats = {fragment: fragment.changes() for fragment in changes.fragments}
         self._check_within(engine.transport, is_finite=are_finite(flats, changes.together))
-        # Fragments that the group averages at once need no mean of the subgroup before.
+        # Fragments that the group averages now, without a delay, need no subgroup mean first.
         if changes.is_due() and not changes.schedule.is_delayed(changes.steps):
             for fragment in changes.fragments_after(changes.steps):
                 del flats[fragment]
@@ -293,9 +293,9 @@ class StaticMembership(Membership):
     def _check_within(self, subgroup: Transport, *, is_finite: bool) -> None:
         """Compare statuses within the subgroup, so that all members raise together. Collective; blocks.
 
-        The subgroup is asked first each time, so that members at different steps compare there, and not in
-        different groups. If they disagree, they ask the group at once; the others refuse with them the next
-        time that they ask it.
+        The subgroup always compares first, so that members at different steps meet there, not in different
+        groups. If they disagree, they send their statuses to the group right away; the other members raise
+        too when they next compare there.
         """
         status = self._status(is_finite=is_finite)
         with suppress(StepError):
@@ -304,7 +304,7 @@ class StaticMembership(Membership):
         check_alike(self._gathered(status, self._transport).read())
 
     def _gather_status(self, weight: float = 1.0, **status: bool) -> None:
-        """Ask all members at which step they are; do not wait for the answers. Collective."""
+        """Start to gather the statuses of all members, without waiting for them. Collective."""
         self._gathers.append(self._gathered(self._status(weight, **status), self._transport))
 
     def _gathered(self, status: MemberStatus, transport: Transport) -> StatusGather:
@@ -315,9 +315,9 @@ class StaticMembership(Membership):
         return MemberStatus(self._contributor.steps, weight, is_finite, outer_settings=outer, **flags)
 
     def _read(self) -> tuple[MemberStatus, ...]:
-        """Wait for all statuses that were asked for; return the last ones, or refuse on all alike."""
+        """Wait for all gathered statuses; return the last ones, or raise on all members."""
         statuses: tuple[MemberStatus, ...] = ()
-        # In the order of asking, the same on all ranks: so all refuse at the same question.
+        # In the order of gathering, the same on all ranks, so that all raise at the same one.
         while self._gathers:
             statuses = self._gathers.pop(0).read()
             check_alike(statuses)
@@ -325,7 +325,7 @@ class StaticMembership(Membership):
         return statuses
 
     def _read_due(self) -> None:
-        """Read what was asked before the round that is waited for next: if members differ, it never comes."""
+        """Read the statuses gathered before the round to wait for: if members differ, it never arrives."""
         due, self._gathers = self._gathers[: self._to_read], self._gathers[self._to_read :]
         for gather in due:
             check_alike(gather.read())
@@ -333,7 +333,7 @@ class StaticMembership(Membership):
 
 
 def check_alike(statuses: Sequence[MemberStatus]) -> None:
-    """Refuse, on all members alike, to average at different steps or what is not finite."""
+    """Raise on all members if they are at different steps or a contribution is not finite."""
     broken = [rank for rank, status in enumerate(statuses) if not status.is_finite]
     if broken:
         raise StepError(

@@ -1,4 +1,4 @@
-"""The changes of a model since its last averages, which `LocalSGD` puts in, and their engines."""
+"""The changes of a model since its last averages, which `LocalSGD` averages, and their engines."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from thinwire.sync import Engine, Settings
 
 
 class Engines(NamedTuple):
-    """Engines of a model and its schedule; they count together what they send over the group."""
+    """Engines of a model and its schedule; they share the counts of what they send over the group."""
 
-    main: Engine  # of the changes that `algorithm` averages
-    warmup: Engine  # of changes in the warm-up
-    gradients: Engine  # of a DDP model in the warm-up; `warmup` if there is none
-    subgroup: Engine | None  # of changes or gradients within it
+    main: Engine  # averages changes with `algorithm`
+    warmup: Engine  # averages changes in the warm-up
+    gradients: Engine  # averages a DDP model's gradients in the warm-up; `warmup` if there is no DDP model
+    subgroup: Engine | None  # averages changes or gradients within the subgroup
 
 
 def engines_of(
@@ -39,7 +39,7 @@ def engines_of(
     health_group: Transport | None,
     within: Transport | None = None,
 ) -> Engines:
-    """Return the engines of averagings over a group and perhaps a subgroup."""
+    """Return the engines for averagings over a group and, if given, a subgroup."""
     averaged = model.tensors()
     specs = [tensor.spec for tensor in averaged]
     parts = layouts_of(averaged, schedule.streaming.fragments)
@@ -54,20 +54,20 @@ def engines_of(
     settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
     gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **counts)
     if schedule.has_ddp and warmup.algorithm != EXACT:
-        # A separate one: `gradients` remembers those, not the parameters averaged when the warm-up ends.
+        # A separate engine: `gradients` has residuals of gradients; this one averages the final parameters.
         warmup = Engine(EXACT, group, specs, settings, **counts)
     subgroup = None if within is None else Engine(EXACT, within, specs, settings)
     return Engines(main, warmup, gradients, subgroup)
 
 
 class ModelChanges(Contributor):
-    """Puts in a model's changes, fragment by fragment, and moves the model by their means.
+    """Contributes a model's changes, fragment by fragment, and moves the model by their means.
 
     Attributes:
-        together: Joins the processes that hold the shards of a replica, and must all be finite; or None.
-        pending_steps: This process's since the last averaging.
+        together: Connects the processes with the shards of a replica, which must all be finite; or None.
+        pending_steps: This process's steps since the last averaging.
         chosen: Fragments to average out of turn; None for those whose turn it is.
-        sent_at: Steps when the pending averaging was sent.
+        sent_at: The step at which the pending averaging was sent.
     """
 
     def __init__(
@@ -81,29 +81,29 @@ class ModelChanges(Contributor):
         super().__init__(model, (engines.main, engines.warmup), optimizers, group)
         self.schedule = schedule
         self._warmup, self._warm_gradients = engines.warmup, engines.gradients
-        # Whether the members change, and the outer learning rate with their number.
+        # Whether the members change, and with their number the outer learning rate.
         self._is_elastic = group is not None
-        # A member's change weighs its steps, or counted work; or 1, perhaps only with steps of its own.
+        # A member's weight: its steps, or its counted work; or 1 ("contributors": only if it has made steps).
         self.weigh_by: Literal["steps", "work", "members", "contributors"]
         self.weigh_by = "members" if group is None else group.weigh_by
         # Elastic members combine the statuses of their processes.
         self.together = None if self._is_elastic else model.replica.shards
         self.pending_steps = 0
         self.chosen: Sequence[Fragment] | None = None
-        self._turn_began = 0  # steps at the last turn
+        self._turn_began = 0  # the step of the last turn
         self._averaged_at = monotonic()
-        self._sent: Sequence[Fragment] = ()  # in the pending averaging
+        self._sent: Sequence[Fragment] = ()  # the pending averaging's fragments
         self.sent_at = 0
 
     @property
     def fragments(self) -> Fragments:
-        """The model's."""
+        """The model's fragments."""
         return self.model.fragments
 
     # The schedule.
 
     def count_step(self, *, is_own: bool) -> None:
-        """Count a step of the loop, of this process or (if it has no more input) of others."""
+        """Count a step of the loop: this process's or, if it has no more input, that of others."""
         self.steps += 1
         self.steps_here += 1
         self.pending_steps += is_own
@@ -129,16 +129,16 @@ class ModelChanges(Contributor):
 
     @property
     def rounds_due(self) -> int:
-        """The rounds of the pending averaging that are to be sent by now."""
-        (fragment,) = self._sent  # a delayed average holds one
+        """How many rounds of the pending averaging must have been sent by now."""
+        (fragment,) = self._sent  # a delayed average has one fragment
         return self.schedule.rounds_sent(self.age, fragment.num_rounds)
 
     def go_by_steps(self, step: int) -> None:
-        """Let turns stand where the schedule says: so members that stay average together, whatever failed."""
+        """Set the turns from the schedule, so that fixed members average together, whatever has failed."""
         self.turns, self._turn_began = self.schedule.position(step)
 
     def end_warmup(self) -> None:
-        """Let the last step of the warm-up send what its algorithm has kept: no one would add to it later."""
+        """Switch to `AllReduce` for the last warm-up step, which sends the residual: no later step would."""
         step = self.steps if self.schedule.has_ddp else self._turn_began
         if self._warm_gradients.algorithm != EXACT and step >= self.schedule.warmup.steps - 1:
             self._warm_gradients.check_between_steps("use()")
@@ -147,10 +147,10 @@ class ModelChanges(Contributor):
     def engine_after(self, step: int) -> Engine:
         return self._warmup if step < self.schedule.warmup.steps else self.engines[0]
 
-    # The view of a membership.
+    # The interface for a membership.
 
     def fragments_after(self, step: int, turns_ahead: int = 0) -> Sequence[Fragment]:
-        """Return the fragments that are averaged after a step, or so many turns later."""
+        """Return the fragments that are averaged after a step, or `turns_ahead` turns later."""
         if self.chosen is not None:
             return self.chosen
         if self.schedule.is_warm_up(step):
@@ -159,7 +159,7 @@ class ModelChanges(Contributor):
 
     @property
     def weight(self) -> float:
-        """The weight of a member that stays."""
+        """The weight of a fixed member."""
         return float(self.weigh_by != "contributors" or self.pending_steps > 0)
 
     def contribution(self, turns_ahead: int = 0) -> Contribution:
@@ -167,7 +167,7 @@ class ModelChanges(Contributor):
         changes = {fragment: fragment.changes() for fragment in fragments}
         weight = self.weight
         if self._is_elastic:
-            # Work that the averaging in doubt has taken is no part of the next one.
+            # Work that the averaging in doubt has counted is not part of the next one.
             weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
         return Contribution(weight, are_finite(changes, self.together), changes)
 
@@ -184,7 +184,7 @@ class ModelChanges(Contributor):
             fragment: known[fragment] if fragment in known else fragment.changes()
             for fragment in self.fragments_after(step)
         }
-        # Before it is sent: scaled later, the residual would be in a different unit than the next change.
+        # Scale before sending: otherwise the residual would have a different unit than the next change.
         for flat in chain(*changes.values()) if scale != 1 else ():
             flat.mul_(scale)
         self._sent = tuple(changes)
@@ -199,7 +199,7 @@ class ModelChanges(Contributor):
     ) -> None:
         self._averaged_at = monotonic()
         if pending is None:
-            # No mistake while this member, or a newcomer, joins: next time it puts something in.
+            # This is fine while this member, or another, joins: it contributes next time.
             if self.steps > self._turn_began and not may_be_empty:
                 raise StepError(
                     "no member has counted any work since the last averaging, so nothing was averaged: call "
@@ -211,7 +211,7 @@ class ModelChanges(Contributor):
         if self._is_elastic and model.outer is not None and isinstance(model.make_outer, Nesterov):
             for group in model.outer.param_groups:
                 group["lr"] = nesterov_lr(model.make_outer, num_members, algorithm)
-        # Without a step since it was sent there is nothing that is this member's to keep.
+        # Without a step since it was sent, this member has no change of its own to keep.
         weight = self.schedule.local_weight(algorithm) if made else 0.0
         for fragment, means in pending.changes.items():
             fragment.apply(means, None if is_exact else model.outer, weight)
@@ -241,7 +241,7 @@ class ModelChanges(Contributor):
         self.end_warmup()
 
     def settings(self) -> dict[str, str]:
-        """Return what must be set alike on all members."""
+        """Return the settings that must be the same on all members."""
         schedule = self.schedule
         settings = {
             "every_steps": schedule.every_steps,
@@ -259,5 +259,5 @@ class ModelChanges(Contributor):
 
     @property
     def tolerates_other_settings(self) -> bool:
-        # Members that make as many steps as they can are at different ones when they average.
+        # Members that make as many steps as they can average at different step counts.
         return super().tolerates_other_settings or self.schedule.every_seconds is not None

@@ -1,4 +1,4 @@
-"""The outer optimizer, which steps the last averages: how it is made, described and checked."""
+"""The outer optimizer, which steps the last averages: made, described and checked."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from thinwire.local_sgd.schedule import written
 class Nesterov:
     """The outer step of DiLoCo: SGD with Nesterov's momentum on the last averaged parameters.
 
-    Without momentum and with a learning rate of 1 it is the mean itself.
+    Without momentum and with a learning rate of 1 the result is the mean itself.
 
     Args:
         lr: Learning rate; None to choose by the number of members (0.4 with one, 0.5 from two on, 0.6 from
-            four, 0.8 from eight); with an algorithm that sends few entries (`TopK`: that is SparseLoCo) 1.0,
-            and 0.5 from eight members on.
+            four, 0.8 from eight). With an algorithm that sends few entries (`TopK`: that is SparseLoCo) it is
+            1.0, and 0.5 from eight members on.
         momentum: From 0 to below 1; None to choose by `every_steps` (0.9 from 30 on, 0.5 below), or 0.0 with
             an algorithm that sends few entries.
-        device: The device that keeps the last averages and the momentum: "cpu" to spare an accelerator's
-            memory. None for the model's device.
+        device: The device of the last averages and the momentum: "cpu" saves an accelerator's memory. None
+            for the model's device.
 
     Cost: the momentum is one more copy of the parameters.
 
     Raises:
-        ConfigError: A number is none, or out of range, or `device` is no device.
+        ConfigError: A setting is not a number, or out of range, or `device` is not a device.
     """
 
     lr: float | None = None
@@ -63,23 +63,23 @@ class Nesterov:
 
 
 Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-"""The outer step; or what makes an optimizer of the last averaged parameters."""
+"""The outer step, or a function that makes an optimizer of the last averaged parameters."""
 
 PLAIN = bool | int | float
 OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
 
-# Each by whether the algorithm sends few entries.
+# Tables by whether the algorithm sends few entries.
 
 # For at least this many members. Charles et al., "Communication-Efficient Language Model Training Scales
 # Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
 # the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
-# With few entries, one that a single member has sent moves by its whole change, so with more members
-# more of them add up. Measured: `docs/optimizers.md`.
+# With few entries, an entry that only one member has sent moves by its whole change, so with more members
+# more such changes add up. Measured: `docs/optimizers.md`.
 LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
 
-# For at least this many steps between averagings. 0.9 as there; at shorter distances it hurts (arXiv
-# 2509.10439), and 0.5 is our choice. For few entries error feedback takes the place of momentum
-# (SparseLoCo, arXiv 2508.15706).
+# For at least this many steps between averagings. 0.9 as in that paper; with fewer steps it hurts (arXiv
+# 2509.10439), and 0.5 is our choice. With few entries, error feedback replaces momentum (SparseLoCo, arXiv
+# 2508.15706).
 MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
 
 
@@ -100,7 +100,7 @@ def nesterov_lr(outer: Nesterov, num_members: int, algorithm: Algorithm) -> floa
 
 
 def check_outer(outer: object) -> None:
-    """Refuse what does not make an outer optimizer."""
+    """Raise if `outer` does not make an outer optimizer."""
     if outer is not None and not isinstance(outer, Nesterov) and not callable(outer):
         raise ConfigError(
             "outer must be a thinwire.Nesterov or a function that makes an optimizer, got "
@@ -120,7 +120,7 @@ def new_outer(
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
-    # One that it lacks would stay where it is, and the model with it: the steps made there would be lost.
+    # A missing parameter would never change, nor would the model's: all steps on it would be lost.
     if set(map(id, parameters_of(outer))) != set(map(id, parameters)):
         raise ConfigError(
             f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
@@ -129,7 +129,7 @@ def new_outer(
 
 
 def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, *, stacklevel: int) -> None:
-    """Warn of a momentum that does not go with an algorithm."""
+    """Warn of a momentum that does not suit the algorithm."""
     if outer is None or not algorithm.sends_few_entries:
         return
     if any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups):
@@ -158,5 +158,5 @@ def settings_digest(outer: torch.optim.Optimizer | None) -> int:
         [(name, group[name]) for name in sorted(outer.defaults) if isinstance(group[name], PLAIN | tuple)]
         for group in outer.param_groups
     ]
-    # 32 bits: members compare it in a message of float64, which holds those exactly.
+    # 32 bits: members compare it in a float64 message, which holds such integers exactly.
     return zlib.crc32(repr(now).encode())

@@ -1,4 +1,4 @@
-"""A pending average: changes that are sent round by round until they are their means."""
+"""A pending average: changes that are sent round by round until they have become means."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Part = TypeVar("Part", bound=Buckets)
 
 
 class PendingAverage(Generic[Part]):
-    """Changes of some fragments, flat, a tensor for each bucket; they become their means, in place.
+    """Changes of some fragments, one flat tensor for each bucket; they become means, in place.
 
-    Collective: the first messages are sent. Without an engine the changes are their means already: from a
-    saved state.
+    Collective: the constructor sends the first messages. Without an engine the changes are already means,
+    from a saved state.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class PendingAverage(Generic[Part]):
             return
         pairs = (zip(fragment.layout, flats, strict=True) for fragment, flats in changes.items())
         buckets = list(chain(*pairs))
-        # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
+        # Once for all buckets: they depend only on the model, which this compares.
         engine.agree(buckets[0][1].device)
-        # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
+        # If pipelined, starting a bucket may wait for others; a delayed average must not wait for anything.
         self._step = engine.start(buckets, pipelined=not is_delayed)
 
     @property
     def is_done(self) -> bool:
-        """Whether the changes are their means."""
+        """Whether the changes have become means."""
         return self._step is None
 
     def send(self, num_rounds: float = math.inf, before: Callable[[], object] = bool) -> None:
-        """Wait for rounds and send the next ones, until this many were sent or all have come.
+        """Wait for rounds and send the next ones, until this many were sent or all have arrived.
 
-        `before` is called before each is waited for.
+        `before` is called before waiting for each round.
         """
         assert self._step is not None
         while self.num_rounds < num_rounds:
@@ -65,15 +65,15 @@ class PendingAverage(Generic[Part]):
             self.num_rounds += 1
 
     def wait(self) -> None:
-        """Wait until all changes are their means, and let memory be written."""
+        """Wait until all changes have become means, and write memory."""
         assert self._engine is not None
         assert self._step is not None
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
-        # An algorithm without memory commits whatever has come: no one has looked at its means.
+        # An algorithm without memory commits unchecked means, so check them now.
         together = self._engine.settings.health_group
         if not committed or not are_finite(self.changes, together):
-            # Memory is written before it is known what comes of it in the model's type.
+            # Memory was written before the means were converted to the model's dtype.
             residual_moved = committed and self._engine.state.memory_bytes() > 0
             became = "No model has moved, but the residual has: load a checkpoint"
             raise StepError(
@@ -81,17 +81,17 @@ class PendingAverage(Generic[Part]):
                 f"{became if residual_moved else 'Nothing was averaged'}; average more often, or choose a "
                 "wider type"
             )
-        # Last: what has raised above is still to be abandoned.
+        # Last: if anything above raised, the step must still be abandoned.
         self._step = None
 
     def abandon(self) -> None:
-        """Forget it. Memory is as it was before."""
+        """Drop it. Memory is as it was before."""
         if self._step is not None:
             self._step.abandon()
 
 
 def are_finite(changes: Mapping[Part, list[torch.Tensor]], together: Transport | None) -> bool:
     """Return whether changes are finite, on all shards of a replica. Cost: one host synchronisation."""
-    # `isfinite()` of whole tensors would take several times as long on a CPU as a copy of them.
+    # `isfinite()` on whole tensors would take several times as long on a CPU as copying them.
     are = all_finite(*chain(*changes.values()))
     return bool(are if together is None else true_for_all(are, together, "whether all shards are finite"))

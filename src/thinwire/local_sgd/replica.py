@@ -1,4 +1,4 @@
-"""A process's part of its replica of the model: all of it, or (of a sharded model) a shard."""
+"""A process's part of its replica of the model: all of it, or a shard of a sharded model."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ HELD = Slot("what processes hold", is_elementwise=True)
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica, over processes that hold a part of it each; of one process, the part is all of it."""
+    """A replica over processes that each hold a part of it; a single process holds all of it."""
 
-    replicas: dist.ProcessGroup | Transport | None = None  # that this one is averaged with
+    replicas: dist.ProcessGroup | Transport | None = None  # the replicas that this one is averaged with
     inside: Transport = field(default_factory=lambda: InProcessTransport.group(1)[0])  # joins its processes
     is_sharded: bool = False  # its parameters are DTensors, or parts of the model
-    saves_parts: bool = False  # each process its own
-    pieces: Mapping[str, Piece] = field(default_factory=dict)  # what this process has of each parameter
+    saves_parts: bool = False  # each process saves its own part
+    pieces: Mapping[str, Piece] = field(default_factory=dict)  # this process's piece of each parameter
     sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
-    # Lets the parameters be what this process holds of them, as they are between steps.
+    # Makes the model's parameters this process's shards, as they are between steps.
     show_shards: Callable[[], object] = bool
 
     @property
     def shards(self) -> Transport | None:
-        """Joins the processes of the replica; None if there is one."""
+        """Joins the processes of the replica; None if there is only one."""
         return None if self.inside.size == 1 else self.inside
 
     def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
@@ -44,9 +44,9 @@ class Replica:
         return self.pieces[name].shape if name in self.pieces else tuple(held.shape)
 
     def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by name, on the CPU, what has the shapes of whole parameters. Collective.
+        """Return tensors with the shapes of whole parameters, by name, on the CPU. Collective.
 
-        A buffer, which all have whole, is the first shard's: each process has its own.
+        Each process has its own whole copy of a buffer: the result has that of the first shard.
         """
         if self.saves_parts or self.shards is None:
             return dict(held)
@@ -60,7 +60,7 @@ class Replica:
         ]
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
+        """Return this process's parts of tensors with the shapes of whole parameters: copies if cut."""
         return {
             name: self._cut(name, tensor, self.inside.rank).clone() if name in self.pieces else tensor
             for name, tensor in whole.items()

@@ -1,4 +1,4 @@
-"""Saved state of a `LocalSGD`: how far its averagings are, and what algorithm and outer optimizer keep."""
+"""Saved state of a `LocalSGD`: the progress of its averagings, algorithm and outer optimizer state."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ Lasts: TypeAlias = Sequence[tuple[Averaged, torch.Tensor]]
 
 
 class LoadedState(NamedTuple):
-    """A state that has been checked, of whole parameters."""
+    """A state that has been checked, with whole parameters."""
 
-    step: int  # attempted
-    sent_after: Sequence[int]  # of each fragment, the step after which its change was last sent
-    pending: Sequence[tuple[int, Tensors]]  # come, not applied: a fragment's number, mean changes
+    step: int  # attempted steps
+    sent_after: Sequence[int]  # for each fragment, the step after which its change was last sent
+    pending: Sequence[tuple[int, Tensors]]  # received, not applied: a fragment's number, mean changes
     last_average: Tensors  # by name
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
     warmup: Mapping[str, Any] | None  # for its engine to check; None if it had no separate one, or was over
-    digest: int  # of all of it, for processes to compare what they loaded
-    members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
+    digest: int  # of the whole state, for processes to compare what they loaded
+    members: Mapping[str, Any] | None = None  # from elastic members, to be checked against the model
 
 
 def packed_state(**parts: Any) -> dict[str, Any]:
-    """Return a state of its parts by key; of the warm-up and of members only what there is."""
+    """Return a state made of its parts; without the warm-up's and the members' part if there is none."""
     optional = {key: part for key in ("warmup", "members") if (part := parts.pop(key, None)) is not None}
     return {"version": FORMAT, "in_flight": (), **parts, **optional}
 
 
 def members_of(loaded: LoadedState) -> Mapping[str, Any]:
-    """Return the part of a state that elastic members use; of a fixed group's state, as if it were theirs."""
+    """Return the elastic members' part of a state; for a fixed group's state, make one."""
     if loaded.members is not None:
         return loaded.members
-    # Members that load the same state are of one lineage.
+    # Members that load the same state get the same lineage.
     lineage = loaded.digest | 1
     return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
 
@@ -57,9 +57,9 @@ def members_of(loaded: LoadedState) -> Mapping[str, Any]:
 def checked_state(
     state: Any, shapes: Sequence[Mapping[str, tuple[int, ...]]], *, has_outer: bool, has_warmup: bool = False
 ) -> LoadedState:
-    """Return a state that has been checked, but for what the engine and the outer optimizer check.
+    """Return the state, checked except for the parts that the engine and the outer optimizer check.
 
-    `shapes` are those of each fragment's tensors, by name.
+    `shapes` has the shapes of each fragment's tensors, by name.
     """
     check_kind(state, KEYS, "LocalSGD.state_dict()")
     with damage_named():
@@ -74,7 +74,7 @@ def checked_state(
             digest=digest_of(state),
             members=None if state.get("members") is None else _checked_members(state["members"]),
         )
-        # A mean that has come is of one division of the model, and can't be applied to the parts of another.
+        # A pending mean belongs to one division of the model, and can't be applied to another.
         num_saved = len(loaded.sent_after)
         if loaded.pending and num_saved != len(shapes):
             raise StateError(
@@ -116,15 +116,15 @@ def _check_tensors(key: str, tensors: Tensors, shapes: Mapping[str, tuple[int, .
                 f"the state's {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating "
                 f"numbers of shape {shapes[name]}; load the state of the same model"
             )
-    check_finite(key, tensors)  # it would be in every process's model with the first averaging
+    check_finite(key, tensors)  # the first averaging would spread it to every process's model
 
 
 def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
-    """Let fragments and outer optimizer go on from a state."""
+    """Load a state into the fragments and the outer optimizer."""
     fragments, outer = model.fragments, model.outer
     if outer is not None and loaded.outer is not None:
-        # Only the optimizer knows what its state must hold: a wrong one would end the next averaging. So it
-        # makes a step of nothing first.
+        # Only the optimizer knows what its state must contain, and a wrong one would crash the next
+        # averaging. So first try a step with zero gradients.
         try:
             _load_outer(outer, fragments.lasts, model.replica, loaded.outer)
             for fragment in fragments:
@@ -132,32 +132,32 @@ def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
                 fragment.outer_step([flat.zero_() for flat in fragment.empty()], outer)
         except StateError:
             raise
-        except Exception as error:  # optimizers raise what they like
+        except Exception as error:  # optimizers raise all kinds of errors
             raise StateError(
                 f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load "
                 "an earlier one, or pass outer= as when it was saved"
             ) from error
-        _load_outer(outer, fragments.lasts, model.replica, loaded.outer)  # that step is in no average
-    # Saved with a different number of fragments: as if all had waited as long as the longest.
+        _load_outer(outer, fragments.lasts, model.replica, loaded.outer)  # undo the trial step
+    # Saved with a different number of fragments: assume that all have waited as long as the longest.
     sent_after = loaded.sent_after
     if len(sent_after) != len(fragments):
         sent_after = [min(sent_after)] * len(fragments)
     for fragment, step in zip(fragments, sent_after, strict=True):
         fragment.set_last(loaded.last_average)
         fragment.sent_after = step
-        if loaded.members is not None:  # which save the model as well
+        if loaded.members is not None:  # elastic members save the model as well
             fragment.restore_last()
 
 
 def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) -> dict[str, Any]:
-    """Return an outer optimizer's state, as if it had whole parameters: copies on the CPU. Collective."""
-    # Copies: an optimizer hands out its own tensors, which go on changing.
+    """Return an outer optimizer's state, as for whole parameters: copies on the CPU. Collective."""
+    # Copies: the optimizer's own tensors will change.
     state: dict[str, Any] = tree_map(
         lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
         outer.state_dict(),
     )
     for name, parameter, values, key in _tensors(outer, lasts, state):
-        # A tensor of the parameter's shape is sharded as it is; step counts are not.
+        # Tensors of the parameter's shape are sharded as the parameter is; step counts are not.
         if values[key].shape == parameter.shape:
             values[key] = replica.whole({name: values[key]})[name]
     return state
@@ -172,7 +172,7 @@ def _load_outer(
             values[key] = replica.own({name: values[key]})[name]
     try:
         outer.load_state_dict(copied)
-        # It takes the settings of most other kinds, and would fail in the first step without its own.
+        # Loading accepts another kind's settings, and the first step would fail without its own.
         missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
     except KeyError as error:
         missing = list(error.args)
@@ -188,13 +188,13 @@ def _load_outer(
 def _tensors(
     outer: torch.optim.Optimizer, lasts: Lasts, state: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
-    """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
-    # An optimizer knows no names: a state numbers the parameters, group by group.
+    """Yield each tensor of a state as (parameter's name, tensor, dict that holds it, key)."""
+    # An optimizer knows no names: its state numbers the parameters, group by group.
     names = {id(last): tensor.name for tensor, last in lasts}
     parameters = parameters_of(outer)
     for number, values in state["state"].items():
         if number >= len(parameters):
-            continue  # of a different optimizer: this one refuses it when it is loaded
+            continue  # from a different optimizer; loading it will raise
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 yield names[id(parameters[number])], parameters[number], values, key

@@ -1,4 +1,4 @@
-"""When what is averaged over whom, a function of the number of attempted steps; and the settings of that."""
+"""The schedule: what is averaged when, and over which processes, as a function of attempted steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 
 
 def written(settings: Any) -> str:
-    """Return how settings are written in code, without what has its default."""
+    """Return settings as written in code, without those that have their default."""
     values = [(field, getattr(settings, field.name)) for field in fields(settings)]
     texts = [f"{field.name}={value!r}" for field, value in values if value != field.default]
     return f"{type(settings).__name__}({', '.join(texts)})"
@@ -21,23 +21,23 @@ def written(settings: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """How a model travels when it is averaged: in how many parts, for how long, and whether with its buffers.
+    """How a model is sent when it is averaged: in how many parts, for how long, with or without buffers.
 
     Source: Douillard et al., "Streaming DiLoCo" (arXiv 2501.18512, algorithm 2).
 
     Args:
-        fragments: Into how many parts the model is divided: by layers, of about equal bytes, each with layers
-            from all depths. Each is averaged every `every_steps` steps, each after a different step, so that
-            a message is that much shorter.
-        delay_steps: Steps from sending a fragment's change to applying what became of it. Training goes on
+        fragments: The number of parts that the model is divided into: by layers, of about equal bytes, each
+            with layers from all depths. Each is averaged every `every_steps` steps, at a different step than
+            the others, so that messages are shorter.
+        delay_steps: Steps from sending a fragment's change to applying its mean. Training continues
             meanwhile, and waits for the link only if that takes longer. Less than `every_steps / fragments`.
             An algorithm with several rounds waits for each after its share of the delay.
-        local_weight: With a delay, α of Streaming DiLoCo: the share that each process's model keeps, when an
-            average arrives, of what it holds by then; the rest is of the average. 0 drops what it has learnt
-            on its way; None is 0.5, and 0 with an algorithm that sends few entries (`TopK`), whose residual
-            holds most of that already. (torchft calls it `fragment_update_alpha`.)
-        average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics),
-            sent as they are, whatever the algorithm. Integer ones, and those of 8 bits, are left alone.
+        local_weight: With a delay, α of Streaming DiLoCo: when an average arrives, each process's model keeps
+            this share of its own values, and takes the rest from the average. 0 drops what it has learnt
+            during the delay. None is 0.5, or 0 with an algorithm that sends few entries (`TopK`): its
+            residual has most of that already. (torchft calls it `fragment_update_alpha`.)
+        average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics).
+            Every algorithm sends them uncompressed. Integer and 8-bit buffers are left alone.
 
     Raises:
         ConfigError: A number is of the wrong type or out of range, or there is a weight without a delay.
@@ -72,15 +72,15 @@ class Warmup:
     """Steps at the start that are plain data-parallel training, and how a DDP model's gradients are averaged.
 
     Args:
-        steps: How many.
-        algorithm: How a DDP model's gradients, or a plain module's changes, become their mean in them; None
-            for exactly. What it has not transmitted goes, uncompressed, with the last of these steps.
-        on_nonfinite: What becomes of a DDP model's gradients that are averaged in these steps, and in all
-            steps within a subgroup, and that are not finite: see `thinwire.attach`. What no group averages is
-            left alone; parameters that are not finite raise `StepError` at the next averaging.
+        steps: The number of steps.
+        algorithm: How a DDP model's gradients, or a plain module's changes, become their mean in these steps;
+            None for exactly. The last of them sends, uncompressed, what the algorithm has not transmitted.
+        on_nonfinite: What happens if a DDP model's gradients, averaged in these steps or within a subgroup in
+            any step, are not finite: see `thinwire.attach`. Gradients that no group averages are left alone;
+            parameters that are not finite raise `StepError` at the next averaging.
 
     Raises:
-        ConfigError: `steps` is no number of steps, or there is an algorithm for none.
+        ConfigError: `steps` is not a number of steps, or it is 0 and there is an algorithm.
     """
 
     steps: int = 0
@@ -104,7 +104,7 @@ USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table in docs/local-sgd.md, of the arguments and whether the model is a DDP model."""
+    """The table in docs/local-sgd.md, for given arguments and with or without a DDP model."""
 
     every_steps: int
     warmup: Warmup = NO_WARMUP
@@ -148,7 +148,7 @@ class Schedule:
             )
 
     def check_gradient_settings(self, grad_scaler: object) -> None:
-        """Refuse settings of gradients if none are averaged, or not by all."""
+        """Refuse settings for gradients if no gradients are averaged, or not over all processes."""
         checked_scaler(grad_scaler)
         on_nonfinite = checked_on_nonfinite(self.warmup.on_nonfinite, grad_scaler)
         if on_nonfinite != "nan" and not self.has_ddp:
@@ -168,7 +168,7 @@ class Schedule:
         return every if self.streaming == WHOLE else f"{every}, streaming={self.streaming}"
 
     def local_weight(self, algorithm: Algorithm) -> float:
-        """Return the share of a model's local change that stays when a delayed average arrives."""
+        """Return the share of a model's local change that is kept when a delayed average arrives."""
         if self.streaming.local_weight is not None:
             return self.streaming.local_weight
         # The kept share of a change is part of the next one. If the residual holds most of that change
@@ -177,19 +177,19 @@ class Schedule:
 
     @property
     def averages_within(self) -> bool:
-        """Whether parameters are averaged within subgroups; of a DDP model the gradients are."""
+        """Whether parameters are averaged within subgroups; for a DDP model, gradients are."""
         return self.has_subgroup and not self.has_ddp
 
     def is_warm_up(self, step: int) -> bool:
-        """Return whether an averaging after `step` steps is exact, of all fragments, at once and inside."""
+        """Return whether an averaging after `step` steps belongs to the warm-up."""
         return 0 < step <= self.warmup.steps
 
     def is_delayed(self, step: int) -> bool:
-        """Return whether an averaging after `step` steps goes on while training does."""
+        """Return whether an averaging after `step` steps runs while training continues."""
         return self.streaming.delay_steps > 0 and not self.is_warm_up(step)
 
     def gradients_in(self, step: int) -> str:
-        """Return over whom the gradients of the step after `step` steps are averaged; "" for no one."""
+        """Return which processes average the gradients of the step after `step` steps; "" for none."""
         if self.has_ddp and step < self.warmup.steps:
             return "group"
         return "subgroup" if self.has_ddp and self.has_subgroup else ""
@@ -197,19 +197,19 @@ class Schedule:
     def is_due(self, step: int, turn: int, steps: int, seconds: float = 0.0) -> bool:
         """Return whether members average after `step` steps.
 
-        In the warm-up all fragments, after each step. Then fragments take turns, evenly spread over
-        `every_steps`: at `turn`, if so many steps and seconds lie between it and the last one.
+        In the warm-up they average all fragments after each step. Then fragments take turns, evenly spread
+        over `every_steps`: this is turn `turn`, and `steps` and `seconds` have passed since the last one.
         """
         if self.is_warm_up(step):
             # A DDP model only at the end, so that all start the local phase from the same bits.
             return not self.has_ddp or step == self.warmup.steps
         if self.every_seconds is None:
             return steps >= self._turn_ends(turn + 1) - self._turn_ends(turn)
-        # At the step that ends next to the time: who is slow is waited for by half of its step.
+        # At the step that ends closest to the time, so that others wait at most half a slow member's step.
         return seconds + seconds / max(1, steps) / 2 >= self.every_seconds / self.streaming.fragments
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return how many turns there have been after `step` steps, and after which step the last one."""
+        """Return the number of turns after `step` steps, and the step after which the last one came."""
         local_steps = step - self.warmup.steps
         if local_steps < 0:
             return 0, step
@@ -217,13 +217,13 @@ class Schedule:
         return turns, self.warmup.steps + self._turn_ends(turns)
 
     def _turn_ends(self, turns: int) -> int:
-        """Return behind which step of the local phase so many turns have ended."""
+        """Return the step of the local phase after which this many turns have ended."""
         return -(-turns * self.every_steps // self.streaming.fragments)
 
     def rounds_sent(self, age: int, num_rounds: int) -> int:
-        """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
+        """Return how many rounds of an averaging must have been sent `age` steps after its start.
 
-        Evenly spread over the delay, and always the first one. When a round is waited for must not depend on
-        when it comes, which differs between processes: each would send the next ones in a different order.
+        They are evenly spread over the delay; the first is always sent. This must not depend on when a round
+        arrives, which differs between processes: they would send later rounds in different orders.
         """
         return min(num_rounds, 1 + age * num_rounds // max(1, self.streaming.delay_steps))

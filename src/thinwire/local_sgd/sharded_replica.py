@@ -1,4 +1,4 @@
-"""Replicas in parts: each process averages its own part with those that hold the same one of others."""
+"""Replicas in parts: each process averages with those that hold the same part of other replicas."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from thinwire.torch_private import root_mesh
 
 
 def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
-    """Return a replica whose processes hold parts of it, in whatever layout.
+    """Return a replica whose processes hold parts of it, in any layout.
 
-    In FSDP2's own layout over one dimension the state is of the whole model. In any other (tensor or expert
-    parallel, native HSDP, a stage of a pipeline) each process saves its part.
+    In FSDP2's own layout over one dimension the state is that of the whole model. In any other (tensor or
+    expert parallel, native HSDP, a stage of a pipeline) each process saves its part.
     """
     parameters = list(module.parameters())
     laid_out = [parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")]
@@ -71,14 +71,14 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
 
 
 def _saves_whole(module: nn.Module, replicas: object, meshes: list[DeviceMesh]) -> bool:
-    """Return whether an FSDP2 model's state is of the whole model."""
+    """Return whether an FSDP2 model's state is that of the whole model."""
     if len(meshes) == 1 and meshes[0].ndim == 1:
         reshard(module)
-        # Experts may lie beside what fully_shard holds.
+        # There may be experts outside of what fully_shard holds.
         held = {id(parameter) for _, parameter in ShardedModel(module).parameters}
         if all(id(it) in held for it in module.parameters() if hasattr(it, "device_mesh")):
             return True
-    # Replicas that are no dimension of the meshes over which the parts lie: each process saves its own.
+    # If replicas are not a dimension of the parts' meshes, each process saves its own part.
     if isinstance(replicas, Transport):
         return False
     if isinstance(replicas, DeviceMesh):
@@ -91,7 +91,7 @@ def _saves_whole(module: nn.Module, replicas: object, meshes: list[DeviceMesh]) 
 
 def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine) -> GradientSync:
     pieces = dict(parameters)
-    # Each process has whole buffers.
+    # Every process has whole buffers.
     for name, shape, _, dtype, *_ in engine.specs:
         whole = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         pieces.setdefault(name, Piece(name, whole, shape, None, 0))
@@ -99,7 +99,7 @@ def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine)
 
 
 def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
-    """Return the processes that hold this replica together, as far as is known."""
+    """Return the processes that together hold this replica, as far as known."""
     if isinstance(replicas, DeviceMesh):
         root = root_mesh(replicas)
         names, name = root.mesh_dim_names or (), (replicas.mesh_dim_names or ("",))[0]
@@ -113,7 +113,7 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
             coordinate = root.get_coordinate()
             assert coordinate is not None, "a process of the mesh has its coordinate in it"
             return list(map(int, root.mesh.select(dim, coordinate[dim]).flatten().tolist()))
-    # Experts may lie on a part of the processes that hold the rest, or on all of them in two dimensions.
+    # Experts may be on some of the processes that hold the rest, or on all of them in two dimensions.
     ranks_of = [list(map(int, mesh.mesh.flatten().tolist())) for mesh in meshes] or [[dist.get_rank()]]
     widest = max(ranks_of, key=len)
     if not all(set(widest).issuperset(ranks) for ranks in ranks_of):

@@ -1,4 +1,4 @@
-"""`elastic.Steps`: gradients averaged at every step, with all members that are there."""
+"""`elastic.Steps`: gradients averaged at every step, with all present members."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from thinwire.tensors.layout import local_tensor
 
 
 class Steps(Member):
-    """Average the gradients of every step with all who are there, and take the optimizer's step.
+    """Average the gradients of every step with all present members, and take the optimizer's step.
 
-    What `thinwire.attach` does for a DDP model, on a group whose members change; call `step()` in place of
-    `optimizer.step()`. If a member is lost meanwhile, the others average the same gradients again and take
-    the same step: after each, parameters and optimizer are the same on all members to the bit. A member that
-    joins receives model, optimizer and counters, and then takes the others' step with them. Residuals,
-    leaving, and members that vanish: as `elastic.DiLoCo`.
+    Does what `thinwire.attach` does for a DDP model, on a group whose members change; call `step()` in place
+    of `optimizer.step()`. If a member is lost during a step, the others average the same gradients again and
+    take the same step. After each step, parameters and optimizer are the same on all members to the bit. A
+    member that joins receives model, optimizer and counters, and then takes the others' step with them.
+    Residuals, leaving, and members that vanish are handled as in `elastic.DiLoCo`.
 
-    Each step asks the lighthouse who is there, and needs a round trip more over the slow link than
-    `thinwire.attach`; all is sent after the backward pass. `elastic.DiLoCo` asks only every few steps.
+    Each step asks the lighthouse for a quorum, and needs one more round trip over the slow link than
+    `thinwire.attach`; everything is sent after the backward pass. `elastic.DiLoCo` asks only every few steps.
 
     Args:
-        model: A module; of a member of several processes a DDP model, or one in parts. Buffers are not
+        model: A module. For a member of several processes, a DDP model or one in parts. Buffers are not
             averaged.
-        optimizer: Trains the whole model; or several that do together, which step in this order. A schedule
-            of a learning rate should go by `steps`: a member that joins takes over the optimizers' settings,
-            and not the scheduler's count. Without a `GradScaler`, which would let some members skip a step.
+        optimizer: Trains the whole model; or several that do so together, which step in this order. Base a
+            learning-rate schedule on `steps`: a member that joins receives the optimizers' settings, but not
+            the scheduler's count. Do not use a `GradScaler`: some members might skip a step.
         algorithm: How the gradients become their mean over the group.
-        group: Who is there; None for `TorchftGroup()`.
+        group: Finds the members; None for `TorchftGroup()`.
 
     Cost: a copy of the gradients; what the algorithm sends; a quorum, 136 bytes from each member before it
-    and 8 bytes after it. When members change, as of `elastic.LocalSGD`.
+    and 8 bytes after it. When members change, that of `elastic.LocalSGD`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: A model that is not on all processes of this member, or is all frozen.
-        GradientError: A parameter can't be averaged by the algorithm.
+        AttachError: The model is not on all processes of this member, or is all frozen.
+        GradientError: The algorithm can't average a parameter.
 
     Examples:
         >>> from thinwire import PowerSGD, elastic
@@ -74,7 +74,7 @@ class Steps(Member):
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
         averaged, optimizers, group = joining(model, optimizer, group, buffers=False)
-        # All of the optimizers step here, for a member that joins does so on entry, before its loop.
+        # A joining member takes its first optimizer steps on entry, so it must receive the optimizers.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
         tensors = averaged.tensors()
@@ -88,42 +88,42 @@ class Steps(Member):
         return f"elastic.Steps, {self.sync.algorithm}"
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """Leave. Swallows `LeftError`."""
+        """Leave. Catches `LeftError`."""
         self._attached.close()
         return kind is not None and issubclass(kind, LeftError)
 
     def _in_loop(self) -> AbstractContextManager[None]:
-        # Looked at in `step`: the optimizers' own steps come when an averaging is committed.
+        # Checked in `step`: the optimizers' own steps come when an averaging is committed.
         tensors = list(self._contributor.shared_tensors().values())
         return self._model.loads.noted(self.module, (), lambda: digest_of(tensors))
 
     def step(self, work: float = 1.0) -> None:
-        """Average the gradients with all who are there, and let the optimizer step. Collective.
+        """Average the gradients with all present members, and take the optimizer's step. Collective.
 
-        The gradients are the means afterwards. A parameter without one counts as zeros.
+        Afterwards the gradients are the means. A missing gradient counts as zeros.
 
         Args:
-            work: The weight of this member's gradients, such as the tokens that their mean is over. 0
-                contributes nothing; the members' weights must not all be 0.
+            work: The weight of this member's gradients, such as the number of tokens that their mean is over.
+                0 contributes nothing; the members' weights must not all be 0.
 
         Raises:
-            StepError: Outside the context; or this member's gradients are not finite, or its optimizers are
-                set otherwise than the others', and it has left; or the gradients of all members weigh 0, and
-                no step was taken.
-            LeftError: This member has left, after this step, as it was asked to; the context swallows it.
+            StepError: Outside the context; or this member's gradients are not finite, or its optimizer
+                settings differ from the others', and it has left; or all members' weights are 0, and no step
+                was taken.
+            LeftError: This member has left, after this step, as requested; the context catches it.
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
             ConfigError: `work` is not a number, or negative.
         """
         self._check_inside("step()")
         self._model.loads.check()
         self._contributor.work = float(number("work", work, minimum=0))
-        with full_precision(self._contributor.device):  # the step may stand under autocast
+        with full_precision(self._contributor.device):  # the step may run under autocast
             self._membership.average()
         self._tell_observers()
 
 
 class Gradients(Contributor):
-    """Puts in a model's gradients, and lets its optimizers step with their means."""
+    """Contributes a model's gradients, and steps its optimizers with their means."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Gradients(Contributor):
     ) -> None:
         super().__init__(model, [engine], optimizers, group)
         self._buckets = Buckets(model.tensors())
-        self.work: float | None = None  # that gradients are of; None once they are applied
+        self.work: float | None = None  # the gradients' weight; None once they are applied
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros for missing ones."""
@@ -145,7 +145,7 @@ class Gradients(Contributor):
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
-        """Yield each parameter with its part of what is flat, in the parameter's type."""
+        """Yield each parameter with its part of the flat tensors, in the parameter's dtype."""
         for parameter, part in self._buckets.parts(flats):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
@@ -165,7 +165,7 @@ class Gradients(Contributor):
         self, pending: PendingAverage[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
         if pending is None:
-            # No mistake while this member, or a newcomer, joins: next time it puts something in.
+            # This is fine while this member, or another, joins: it contributes next time.
             if self.work is not None and not may_be_empty:
                 raise StepError(
                     "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
@@ -174,7 +174,7 @@ class Gradients(Contributor):
             return
         for parameter, mean in self._parts(pending.changes[self._buckets]):
             parameter.tensor.grad = as_sharded(parameter.tensor, mean)
-        # Here, for a member that joins, or learns late that a step was committed, takes it as well.
+        # Step in `commit`: a member that joins, or learns late that a step was committed, must take it too.
         for optimizer in self.optimizers:
             optimizer.step()
         self.work = None

@@ -1,4 +1,4 @@
-"""Hooks on the user's loop, which count its steps and note loaded weights; DDP models that it may train."""
+"""Hooks on the user's loop, which count steps and notice loaded weights; checks of DDP models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def after_each_step(
     """Call `after_step` after every attempted step of `optimizer`, until the context ends."""
     is_in_scaler = False
 
-    # The hook runs behind the step, so that the parameters it finds are those after it.
+    # The hook runs after the step, and so sees the new parameters.
     def hook(*_: object) -> None:
         if not is_in_scaler:
             after_step()
@@ -48,7 +48,7 @@ def after_each_step(
 
             def counted(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
                 nonlocal is_in_scaler
-                # The optimizer's own hook must not count the step that the scaler may let it take.
+                # The optimizer's own hook must not count a step that the scaler takes.
                 is_in_scaler = stepped is optimizer
                 try:
                     result = step(stepped, *args, **kwargs)
@@ -58,8 +58,8 @@ def after_each_step(
                     after_step()
                 return result
 
-            # Somebody else may have replaced it on this object before. The stack unwinds from its end: first
-            # ours is taken off, then theirs is put back.
+            # Someone else may have replaced `step` on this object before. Callbacks run in reverse: first
+            # ours is removed, then theirs is restored.
             attached.callback(attributes.update, {k: v for k, v in attributes.items() if k == "step"})
             attached.callback(attributes.pop, "step")
             attributes["step"] = counted
@@ -67,20 +67,20 @@ def after_each_step(
 
 
 class LoadedWeights:
-    """Whether the model's weights were loaded and changed by that: no step has learnt it."""
+    """Detects weights changed by loading, not by a step."""
 
     def __init__(self) -> None:
-        self._before: int | None = None  # a checksum from before the first load; None if there is none
+        self._before: int | None = None  # the checksum before the first load; None if there was none
         self._checksum: Callable[[], int] = int
 
     @contextmanager
     def noted(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], checksum: Callable[[], int]
     ) -> Iterator[None]:
-        """Note loads while this is open, and refuse the optimizers' steps behind them."""
+        """Notice loads inside this context, and refuse optimizer steps after them."""
         self._checksum = checksum
         with ExitStack() as attached:
-            for part in module.modules():  # any of them may be loaded by itself
+            for part in module.modules():  # any of them may be loaded separately
                 register: Any = part.register_load_state_dict_pre_hook
                 attached.callback(register(_Hook(self._note)).remove)
             for optimizer in optimizers:
@@ -92,24 +92,24 @@ class LoadedWeights:
             self._before = self._checksum()
 
     def have_changed(self) -> bool:
-        """Return whether the weights are others than before they were loaded."""
-        # Others may have been loaded for an evaluation, and their own again after it.
+        """Return whether the weights differ from those before loading."""
+        # The user may have loaded other weights for an evaluation, and then the own ones again.
         if self._before is not None and self._before == self._checksum():
             self.forget()
         return self._before is not None
 
     def check(self) -> None:
-        """Refuse to go on with weights that were loaded."""
+        """Raise if loaded weights have changed the model."""
         if self.have_changed():
             raise StepError(LOADED)
 
     def forget(self) -> None:
-        """Take what the model holds as it is."""
+        """Accept the model's current weights."""
         self._before = None
 
 
 class _Hook:
-    """A module's hook; a copy of the module is in no context, and has one that does nothing."""
+    """A module's hook. A copy of the module is in no context, so its copied hook does nothing."""
 
     def __init__(self, note: Callable[[], Any] = bool) -> None:
         self._note = note
@@ -148,15 +148,15 @@ def telling_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
 
 
 def check_ddp(model: DistributedDataParallel) -> None:
-    """Refuse a DDP model that LocalSGD can't drive, or that would go on to send to all at every step."""
-    # A copy of a DDP model still lists the hook that it has lost, with a `DetachedAdapter`.
+    """Refuse a DDP model that LocalSGD can't drive, or that would still send to all at every step."""
+    # A copied DDP model still lists its lost hook, with a `DetachedAdapter`.
     states = [state for _, state in comm_hooks(model) if not isinstance(state, DetachedAdapter)]
     if any(not isinstance(state, Switch) or state.taken_by == ATTACHED for state in states):
         raise AttachError(
             "the DDP model has a communication hook already, and DDP allows one only; pass LocalSGD a DDP "
             "model without one (it registers its own), or the plain module instead of the DDP model"
         )
-    # DDP's own messages at every pass would go to all processes between averagings as well.
+    # DDP would broadcast its buffers to all processes in every pass, between averagings too.
     if model.broadcast_buffers and any(True for _ in model.module.buffers()):
         option = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers"
         raise AttachError(

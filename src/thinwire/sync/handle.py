@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class GradientSync:
-    """A user's handle of what averages a model's gradients: to look at, to switch, to save and to load.
+    """The user's handle of a model's averaging: inspect it, switch the algorithm, save and load state.
 
-    `thinwire.attach` makes one, and the other adapters have one as `sync`. Printing it gives some lines to
-    read. It is what `torch.distributed.checkpoint` calls stateful.
+    `thinwire.attach` returns one, and the other adapters have one as `sync`. Printing it gives a summary.
+    `torch.distributed.checkpoint` treats it as a `Stateful`.
     """
 
     def __init__(self, engine: Engine, detach: Callable[[], None] | None = None) -> None:
         self._engine, self._detach = engine, detach
 
     def __str__(self) -> str:
-        """Return some lines: the algorithm, the plan's compression ratio, and what was done."""
+        """Return a summary: the algorithm, the plan's compression ratio, and the statistics."""
         return str(self._engine.reporter)
 
     def __reduce__(self) -> NoReturn:
@@ -44,21 +44,21 @@ class GradientSync:
 
     @property
     def plan(self) -> Plan:
-        """Which parameter travels how once past the warm-up, in the order of the model.
+        """How each parameter is sent after the warm-up, in model order.
 
-        An algorithm that works on whole buckets is planned for the buckets of the last step; before
-        the first step, as if the model were one bucket.
+        For an algorithm that works on whole buckets, the plan is that of the last step's buckets; before the
+        first step, that of one bucket for the whole model.
         """
         return self._engine.plan
 
     @property
     def steps(self) -> int:
-        """Steps so far, those that were not finite included."""
+        """Steps so far, including those that were not finite."""
         return self._engine.steps
 
     @torch.inference_mode(False)
     def stats(self) -> Stats:
-        """Return the figures of the steps so far.
+        """Return the statistics of the steps so far.
 
         Cost: one norm for each compressed parameter and one host synchronisation.
         """
@@ -66,14 +66,14 @@ class GradientSync:
 
     @torch.inference_mode(False)
     def use(self, algorithm: Algorithm) -> None:
-        """Switch to a different algorithm from the next step on; to be called on every process alike.
+        """Switch to a different algorithm from the next step on. Call it on every process.
 
-        The residual is carried over: an algorithm with error feedback goes on with it, any other
-        sends it in its first step.
+        The residual is kept: an algorithm with error feedback continues with it, any other sends it in its
+        first step.
 
         Raises:
             ConfigError: It is not an algorithm.
-            GradientError: A parameter's gradient can't be averaged by it.
+            GradientError: It can't average a parameter's gradient.
             StepError: A step is under way.
         """
         self._engine.check_between_steps("use()")
@@ -81,39 +81,39 @@ class GradientSync:
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is remembered, the same on every process. Collective: call it on all processes.
+        """Return the state, the same on every process. Collective: call it on all processes.
 
-        The residual of the processes is replaced by its mean, here and in the result: every later step
-        depends on the mean alone, so a run that goes on and one that resumes are the same, on any number
-        of processes. It has plain values, and tensors on the CPU, in tuples of pairs of a name and a tensor:
-        `torch.load(weights_only=True)` and `torch.distributed.checkpoint` take it, `thinwire.checkpoint`
-        writes it as safetensors, too.
+        The residuals of the processes are replaced by their mean, in memory and in the result. Later steps
+        depend on the mean alone, so a run that continues and one that resumes are the same, on any number of
+        processes. The state has plain values, and tensors on the CPU in tuples of (name, tensor) pairs:
+        `torch.load(weights_only=True)` and `torch.distributed.checkpoint` accept it, and
+        `thinwire.checkpoint` also writes it as safetensors.
 
         Cost: a gather of 32 bytes from each process, one exact average of all residuals (none if there was
-        no step since the last time), and a copy to the CPU. For 100 M parameters that have a residual that
-        is 400 MB, or 32 s between two processes at 100 Mbit/s (`thinwire advise` tells it for your model and
-        link; `local_state_dict` sends nothing). `Quantize` and `Cast` have none. If other processes do not
-        call it as well, it says so after 10 s, and fails after the group's timeout.
+        no step since the last call), and a copy to the CPU. For 100 M parameters with a residual the average
+        is 400 MB, or 32 s between two processes at 100 Mbit/s (`thinwire advise` computes it for your model
+        and link; `local_state_dict` sends nothing). `Quantize` and `Cast` have no residual. If other
+        processes do not call it as well, it logs that after 10 s, and fails after the group's timeout.
 
         Raises:
             StepError: A step is under way.
-            AgreementError: The processes have made different steps, or have other algorithms.
+            AgreementError: The processes differ in their steps or algorithms.
             CommunicationError: A collective failed, or some process did not call it; memory is as it was.
         """
         return self._engine.state_dict()
 
     @torch.inference_mode(False)
     def local_state_dict(self) -> dict[str, Any]:
-        """Return all that this process remembers, its own residual in it, without a message; for slow links.
+        """Return this process's state with its own residual, without communication; for slow links.
 
-        Call it on all processes after the same step, and let each save its own
-        (`thinwire.checkpoint.save_local` does). On as many processes, laid out alike, each loads its own by
-        `load_state_dict`, and goes on to the bit. On any other number or layout, load
+        Call it on all processes after the same step, and save the result on each
+        (`thinwire.checkpoint.save_local` does). With the same number of processes and the same layout, each
+        loads its own with `load_state_dict` and continues bit for bit. With any other number or layout, load
         `thinwire.checkpoint.merge` of all of them on every process: the mean residual is kept.
-        (`thinwire.checkpoint.load_local` does the one or the other.) Of an FSDP2 model each has its own
-        shards, and may be loaded on the same mesh.
+        (`thinwire.checkpoint.load_local` does whichever is needed.) With FSDP2, each state holds the
+        process's own shards and can be loaded on the same mesh.
 
-        Cost: a copy of what is remembered to the CPU, with zeros for what other processes of a machine have.
+        Cost: a copy of the state to the CPU, with zeros for parts that other processes of a machine hold.
 
         Raises:
             StepError: A step is under way.
@@ -125,48 +125,48 @@ class GradientSync:
             return pack(engine.state.save_local(engine.algorithm, self.position, self._cuts()))
 
     def _cuts(self) -> Cuts:
-        """Return how a sharded model is cut."""
+        """Return how a sharded model is split."""
         return {}
 
     @property
     def position(self) -> Position:
-        """Which process of how many this is, for a file of its own; see `thinwire.checkpoint.save_local`."""
+        """This process's rank and layout, for its own file; see `thinwire.checkpoint.save_local`."""
         group, partition, machines = self._engine.transport, self._engine.partition, self._engine.machines
         local = (0, 1) if partition is None else (partition.intra_node.rank, partition.intra_node.size)
         return Position(group.rank, group.size, *local, machines)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue from a state saved by `state_dict`; to be called on every process with the same state.
+        """Load a state saved by `state_dict`. Call it on every process with the same state.
 
-        (Or, on each process, with its own `local_state_dict()`.) The number of processes may differ, and so
-        may the buckets. The algorithm in use is kept: a state saved with other settings (what does not fit is
-        cut or extended, with a warning), or by a different algorithm, is taken over, its residual included.
-        All is checked before anything is changed; if the parameters are not known yet (the hooks), at the
-        first step.
+        (Or, on each process, with its own `local_state_dict()`.) The number of processes and the buckets may
+        differ. The algorithm in use is kept. It continues from a state saved by another algorithm or with
+        other settings, residual included; parts that do not fit are cut or extended, with a warning.
+        Everything is checked before anything changes, or at the first step if the parameters are not known
+        yet (with hooks).
 
         Args:
-            state: What `state_dict` returned, on any process.
-            strict: Whether to refuse a state that lacks parameters of this model, or has others. If not,
-                the residual of those others is dropped. If parameters are known by position only, all
-                must be the same anyway.
+            state: The result of `state_dict`, from any process.
+            strict: Whether to refuse a state that lacks parameters of this model, or has others. If False,
+                the residuals of the others are dropped. If parameters are known by position only, they
+                must match in any case.
 
         Raises:
-            StateError: It is not such a state, damaged, of a later version, or of a different model.
+            StateError: It is not such a state, or is damaged, from a later version or a different model.
             StepError: A step is under way.
         """
-        with torch.inference_mode(False):  # no decorator: a warning points at the caller's line
+        with torch.inference_mode(False):  # not a decorator, so that warnings point at the caller's line
             self._engine.load(self._checked(state, strict=strict))
 
     def _checked(self, state: Mapping[str, Any], *, strict: bool) -> SavedState:
         return self._engine.check_state_dict(state, strict=strict, position=self.position)
 
     def distributed_state(self) -> Stateful:
-        """Return a state for `torch.distributed.checkpoint` to save and load, beside model and optimizer.
+        """Return a state for `torch.distributed.checkpoint` to save and load with model and optimizer.
 
         For an FSDP2 model it has DTensors in place of whole tensors, so no process holds the whole residual,
-        and it is resharded as the parameters are. For other models it is this handle. To be used on all
-        processes: saving is collective, as `state_dict` is, and loading is strict. Cost: of an FSDP2 model a
-        copy of what is remembered of this process's shards, and zeros for parameters of which nothing is.
+        and it is resharded as the parameters are. For other models it is this handle. Use it on all
+        processes: saving is collective, as `state_dict` is, and loading is strict. Cost for an FSDP2 model: a
+        copy of the state of this process's shards, and zeros for parameters without state.
 
         Examples:
             >>> import thinwire, torch
@@ -181,16 +181,15 @@ class GradientSync:
 
     @contextmanager
     def dry(self) -> Iterator[Callable[[], None]]:
-        """Return a context whose steps leave no trace: for gradients that are dropped, or may be.
+        """Return a context that undoes its steps at the end: for gradients that are dropped, or may be.
 
-        What a step can't send is remembered, and added to the next gradient. If the step's own gradients are
-        dropped or replaced, what was remembered of them is wrong. At the end of this context all is as it was
-        on entry: the residual, counts of steps, warm-up. The gradients stay.
+        A step adds what it can't send to the residual, for the next gradient. If you drop or replace the
+        step's gradients, that residual is wrong. At the end of this context the residual, the step counts and
+        the warm-up are as they were on entry. The gradients stay.
 
-        The context gives a function, `keep`, to be called inside if the gradients are applied after all. All
-        processes must decide alike, such as by the norm of the averaged gradients; so use it outside of
-        `thinwire.join` only. Cost: a copy of what is remembered, mostly 4 bytes for each parameter that has a
-        residual.
+        The context yields a function, `keep`; call it inside if you apply the gradients after all. All
+        processes must decide the same, for example by the norm of the averaged gradients; so do not use it
+        inside `thinwire.join`. Cost: a copy of the state, mostly 4 bytes for each parameter with a residual.
 
         Raises:
             StepError: A step is under way.
@@ -200,7 +199,7 @@ class GradientSync:
             >>> from torch.nn.parallel import DistributedDataParallel
             >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
             >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
-            >>> with sync.dry():  # a generator's step goes through its discriminator, say
+            >>> with sync.dry():  # for example, a generator's step through its discriminator
             ...     ddp_model(torch.ones(1, 64)).square().sum().backward()
             >>> sync.steps
             0
@@ -231,25 +230,24 @@ class GradientSync:
             is_over = True
             if go_back is not None:
                 go_back()
-                # Buckets that were opened since then have made memory fit their plans.
+                # Buckets opened since then have adapted memory to their plans.
                 if engine.buckets.open_buckets() != opened:
                     engine.buckets.close_all()
                 engine.reporter.forget_errors()
 
     def abandon(self) -> None:
-        """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""
+        """Drop a step that an exception in the backward pass has ended. Memory is as it was before it."""
         self._engine.abandon()
 
     def detach(self) -> None:
-        """Take Thinwire off the model again, between steps; to be called on every process alike.
+        """Remove Thinwire from the model, between steps. Call it on every process.
 
-        Then PyTorch averages as if it had not been there: DDP exactly; `replicate` and native HSDP too; of
-        other models of `fully_shard` no one averages over the replicas. The model may be attached again.
-        This handle keeps what was done and is remembered: `again.load_state_dict(sync.state_dict())` goes on
-        with it.
+        PyTorch then averages as before, exactly: DDP, `replicate` and native HSDP. Other `fully_shard` models
+        are no longer averaged over the replicas. The model can be attached again. This handle keeps its
+        statistics and state: `again.load_state_dict(sync.state_dict())` continues from it.
 
         Raises:
-            AttachError: No `attach` has made this handle, or it was detached.
+            AttachError: This handle was not made by `attach`, or was detached already.
             StepError: A step is under way.
         """
         if self._detach is None:
@@ -263,7 +261,7 @@ class GradientSync:
 
 
 def not_copied(what: str) -> StateError:
-    """Return the error to raise where pickle or `copy.deepcopy` is asked for what sends messages."""
+    """Return the error to raise if an object that communicates is pickled or deep-copied."""
     return StateError(
         f"{what} sends messages, so it can't be pickled or copied; save what its state_dict() returns, make "
         "a new one for a different model, and keep it out of modules that are copied"
@@ -280,23 +278,23 @@ class Synced(Protocol):
 
 @runtime_checkable
 class Handle(Protocol):
-    """Counts steps: an engine's `Reporter`, and an adapter that has one but counts different steps."""
+    """Counts steps: an engine's `Reporter`, or an adapter that has one but counts different steps."""
 
-    observers: list[Callable[[bool], None]]  # are called after every step, with whether it was committed
+    observers: list[Callable[[bool], None]]  # called after every step, with whether it was committed
 
     @property
     def steps(self) -> int:
         """Steps so far."""
 
     def stats(self) -> Stats:
-        """Return the figures of the steps so far."""
+        """Return the statistics of the steps so far."""
 
     def counts(self) -> Stats:
-        """Return `stats()` without what must be computed. Cost: none."""
+        """Return `stats()` without the figures that must be computed. Cost: none."""
 
 
 def attached(sync: GradientSync | None, otherwise: str) -> GradientSync:
-    """Return the handle of what attaches itself later than it is made, if it has by now."""
+    """Return the handle of an object that attaches after its construction; raise if it has not yet."""
     if sync is None:
         raise AttachError(otherwise)
     return sync
@@ -311,17 +309,17 @@ class Counting(Protocol):
 
 
 def engine_of(target: GradientSync | Synced) -> Engine:
-    """Return the engine that averages behind a handle; for what drives or watches it."""
+    """Return the engine behind a handle, for code that drives or watches it."""
     sync = target if isinstance(target, GradientSync) else target.sync
-    # Kept private: the handle is the user's view, and adapters drive the engine.
+    # Private: users see the handle, adapters drive the engine.
     return sync._engine
 
 
 def handle_of(target: object) -> Handle | None:
-    """Return the counter of the steps that the user of `target` knows; None if it makes none."""
+    """Return the counter of the steps as the user of `target` counts them; None if it makes none."""
     if isinstance(target, GradientSync):
         return target._engine.reporter
-    # A local SGD counts optimizer steps, of which its engine averages but some.
+    # `LocalSGD` counts optimizer steps; its engine averages only in some of them.
     if isinstance(target, Handle) and isinstance(getattr(target, "sync", None), GradientSync):
         return target
     return None

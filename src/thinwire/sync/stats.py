@@ -1,4 +1,4 @@
-"""Figures of a `GradientSync`."""
+"""Statistics of a `GradientSync`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from thinwire.plan import compression_ratio
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of a `GradientSync` so far, on this process. Printing them gives some lines to read.
+    """Statistics of a `GradientSync` so far, on this process. Printing them gives a summary.
 
     Attributes:
-        steps: Optimizer steps, those that were not finite included.
+        steps: Optimizer steps, including those that were not finite.
         averagings: How often gradients were averaged (in each of these steps), or models (every few steps
             after the warm-up, each fragment by itself).
-        members: How many have averaged together, at most: processes, machines that send once, or replicas.
-            1 if there was no other, so that nothing was sent.
-        nonfinite_steps: Steps that were found not to be finite, and which left memory as it was. Whether the
-            optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms that
-            remember nothing (`AllReduce`, `Cast`, `Quantize` without error feedback) have nothing to take
-            back: they do not look, unless shards of a model must agree, and such a step counts as any other.
+        members: The most members that have averaged together: processes, machines that send once, or
+            replicas. 1 if there was no other, so that nothing was sent.
+        nonfinite_steps: Steps found not to be finite; they left memory as it was. Only a `GradScaler` knows
+            whether the optimizer skipped them. With `on_nonfinite="nan"`, algorithms that keep no state
+            (`AllReduce`, `Cast`, `Quantize` without error feedback) have nothing to undo. They do not check,
+            unless the shards of a model must agree, and such a step counts as any other.
         messages: Collectives of steps; saving a state adds none.
-        rounds: Of the messages, how many had to wait for the one before. Each costs a round trip of the
-            network at least; messages that travel side by side are one round.
-        message_bytes: Their bytes, counted as of an all-reduce (of which a process hands over as many): what
-            an all-gather or an all-to-all sends is converted to what would be as much on a ring. If the
-            processes of a machine share its messages (`attach(machines=…)`), those of all of them, which
-            leave the machine's card; else of this process, and what leaves a machine of several may be more.
-        inside_bytes: What this process has sent to others of its machine for that.
-        gradient_bytes: Bytes that would have been contributed without compression; also of averaged models,
-            those of averaging gradients in every step.
-        waiting_seconds: Time the host was blocked: until means had come back, processes had agreed, or an
-            accelerator had made known whether all is finite.
-        arithmetic_seconds: Time the host spent in Thinwire without being blocked. With an accelerator, that
-            of issuing the work.
-        exposed_seconds: Time from each step's last gradients being ready until all means were there: what
-            did not overlap the backward pass. With an accelerator by its own events, without the steps that
-            it has not ended yet.
+        rounds: How many of the messages had to wait for the one before. Each costs at least one round trip of
+            the network; messages sent at the same time are one round.
+        message_bytes: Bytes of the messages, counted as for an all-reduce (the size of its input). An
+            all-gather or an all-to-all counts as the ring all-reduce that sends as many bytes. If the
+            processes of a machine share its messages (`attach(machines=…)`), bytes of all of them, which
+            leave the machine's NIC; otherwise of this process: a machine with several may send more in all.
+        inside_bytes: Bytes this process has sent to others of its machine so that they can share messages.
+        gradient_bytes: Bytes that would have been contributed without compression. For averaged models: the
+            bytes of averaging gradients in every step.
+        waiting_seconds: Time the host was blocked: until means arrived, processes had agreed, or an
+            accelerator had reported whether all is finite.
+        arithmetic_seconds: Time the host spent in Thinwire without being blocked. With an accelerator, the
+            time to issue the work.
+        exposed_seconds: Time from each step's last gradient being ready until all means had arrived, which
+            did not overlap the backward pass. Accelerators measure it with their own events; steps that have
+            not ended on the device yet are left out.
         relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step; M is gradient plus
             error. Only with error feedback.
         error_norm: By route, ‖M − P̂P̂ᵀM‖: this process's residual after the last step, unscaled.
@@ -60,7 +60,7 @@ class Stats:
     error_norm: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return some lines to read, the compression ratio among them; `repr` has every figure."""
+        """Return a summary with the compression ratio; `repr` has every figure."""
         if not self.steps:
             return "no step yet"
         steps = f"{self.steps:,} {'step' if self.steps == 1 else 'steps'}"

@@ -1,1 +1,1 @@
-"""PowerSGD and its kin: what is sent is the two factors of a low-rank approximation."""
+"""PowerSGD and related algorithms, which send the two factors of a low-rank approximation."""

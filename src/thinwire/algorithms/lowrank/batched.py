@@ -1,4 +1,4 @@
-"""PowerSGD on a whole bucket at once, seen as one square matrix."""
+"""PowerSGD on a whole bucket, viewed as one square matrix."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class BatchedPowerSGD(LowRank):
     not the rows of any layer. Meant for rank 1. The settings are `PowerSGD`'s, with `matrix_rank=1` by
     default.
 
-    The error is kept by parameter and outlives a change of buckets; the factor belongs to the bucket. A new
-    bucket starts from random factors: in DDP's second step, since DDP rebuilds its buckets after the first,
-    and in the first step after a state was loaded, unless its buckets are those of the state.
+    The residual is kept by parameter and survives a change of buckets; the factor belongs to the bucket. A
+    new bucket starts from random factors: in DDP's second step, since DDP rebuilds its buckets after the
+    first, and in the first step after a state was loaded, unless the state has the same buckets.
 
-    Cost per step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
-    and a copy of the gradients, which stays; one host synchronisation, for the finite check (none without
+    Cost per step: two rounds of r · √elements each; an fp32 residual of the size of the gradients (fp64 for
+    fp64) and a permanent copy of the gradients; one host synchronisation, for the finite check (none without
     `host_check`).
 
     Raises:
@@ -61,11 +61,11 @@ class BatchedPowerSGD(LowRank):
 
 @dataclass(frozen=True)
 class BatchedPlan(LowRankPlan):
-    """A bucket as one parameter of PowerSGD's: a matrix of its gradients, with zeros behind them."""
+    """A bucket as one PowerSGD parameter: a matrix of its gradients, padded with zeros."""
 
     @cached_property
     def matrix(self) -> PowerSGDPlan:
-        """How the matrix travels."""
+        """The plan of the matrix."""
         (route,) = self.compressed
         assert route.matrix_shape is not None
         spec = ParameterSpec(route.label, route.matrix_shape, (route.matrix_shape[1], 1), self.specs[0].dtype)
@@ -73,7 +73,7 @@ class BatchedPlan(LowRankPlan):
 
     @cached_property
     def padded(self) -> Padded:
-        """The buffers of all steps."""
+        """The buffers that all steps share."""
         return Padded(self.names, self.sizes, self.matrix.sizes[0], self.memory_dtype)
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
@@ -90,16 +90,16 @@ class BatchedPlan(LowRankPlan):
 
 
 class Padded:
-    """A bucket's gradients and its residual, each flat with zeros behind it, in memory that stays.
+    """A bucket's gradients and its residual, each flat and padded with zeros, in buffers that stay.
 
-    So a step binds nothing anew, and asks for no memory: all buckets of a step need it at once anyway.
+    So a step rebinds and allocates nothing. All buckets of a step need the memory at the same time anyway.
     """
 
     def __init__(self, names: Sequence[str], sizes: list[int], length: int, dtype: torch.dtype) -> None:
         self._names, self._sizes, self._length, self._dtype = names, sizes, length, dtype
         self._gradients: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
-        self._parts: Sequence[torch.Tensor] = ()  # of the residual, as memory has them
+        self._parts: Sequence[torch.Tensor] = ()  # parts of the residual, as in memory
 
     def gradients(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a bucket's gradients."""
@@ -117,16 +117,16 @@ class Padded:
             return None
         numel = sum(self._sizes)
         if self._residual is None or not all(map(is_, parts, self._parts)):
-            # A state was loaded, say, or other buckets have left them.
+            # For example, a state was loaded, or other buckets have left them.
             self._residual = known[0].new_zeros(self._length, dtype=self._dtype)
             for part, to in zip(parts, self._residual[:numel].split_with_sizes(self._sizes), strict=True):
                 if part is not None:
                     to.copy_(part)
-        self._residual[numel:].zero_()  # there it has what a step has not sent of zeros
+        self._residual[numel:].zero_()  # a step leaves approximation errors in the padding
         return self._residual
 
     def keep(self, residual: torch.Tensor, errors: dict[str, torch.Tensor]) -> None:
-        """Let memory have the residual, by parameter."""
+        """Store the residual in memory, by parameter."""
         self._residual = residual
         self._parts = residual[: sum(self._sizes)].split_with_sizes(self._sizes)
         errors.update(zip(self._names, self._parts, strict=True))

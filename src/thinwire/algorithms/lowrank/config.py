@@ -1,4 +1,4 @@
-"""The settings that all low-rank algorithms share, and what they imply for sizes and types."""
+"""The settings that all low-rank algorithms share, and the sizes and dtypes that follow from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ELSEWHERE = {
     "num_iters_per_step": "power_iterations",
 }
 
-# Each takes the name by which its setting was given, for errors.
+# Each takes the name under which its setting was given, for errors.
 CHECKS: dict[str, Callable[[str, object], object]] = {
     "matrix_rank": partial(whole_number, minimum=1),
     "seed": partial(whole_number, minimum=0),
@@ -42,7 +42,7 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
 
 @dataclass(frozen=True)
 class LowRankRoute(Route):
-    """How a gradient travels: uncompressed, or as two factors of a matrix of (rows, columns)."""
+    """How a gradient is sent: uncompressed, or as two factors of a matrix of (rows, columns)."""
 
     matrix_shape: tuple[int, int] | None = None
     matrix_rank: int | None = None
@@ -50,11 +50,11 @@ class LowRankRoute(Route):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Algorithm):
-    """The settings; `PowerSGD` says what each means."""
+    """The settings; `PowerSGD` documents them."""
 
     slots = (ERROR, FACTOR, BASIS, SENT)
     decides_on_device = True
-    always_shown = ("matrix_rank",)  # it says most of the bytes
+    always_shown = ("matrix_rank",)  # it mostly determines the bytes
     names_elsewhere = ELSEWHERE
 
     matrix_rank: int
@@ -67,7 +67,7 @@ class LowRank(Algorithm):
     power_iterations: int = 1
 
     def __post_init__(self) -> None:
-        # Stored in Python's own types: members compare settings as text, which NumPy writes differently.
+        # Stored as Python's own types: members compare settings as text, and NumPy's types print differently.
         for name, check in CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.wire_dtype is not None:
@@ -89,22 +89,22 @@ class LowRank(Algorithm):
         return matrix_rank if factor_bytes * self.min_compression_ratio < uncompressed_bytes else None
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which the messages of a bucket of `dtype` travel."""
+        """Return the dtype of the messages of a bucket of `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
         return wide if self.wire_dtype is None else self.uncompressed_dtype(dtype)
 
     def uncompressed_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which a bucket of `dtype` travels if nothing of it is compressed."""
+        """Return the dtype in which a bucket of `dtype` is sent if none of it is compressed."""
         return dtype if self.wire_dtype is None else wire_dtype_of(self.wire_dtype)
 
     def uncompressed_route(self, spec: ParameterSpec, dtype: torch.dtype) -> LowRankRoute:
-        """Return the route of a parameter that is not compressed and travels in a type."""
+        """Return the route of a parameter that is sent uncompressed in `dtype`."""
         return LowRankRoute((spec.name,), spec.gradient_bytes, spec.numel * dtype.itemsize)
 
     def compressed_route(
         self, specs: Sequence[ParameterSpec], shape: tuple[int, int], matrix_rank: int
     ) -> LowRankRoute:
-        """Return the route of parameters that are one matrix; several only if a whole bucket is one."""
+        """Return the route of parameters that form one matrix; several only if a whole bucket is one."""
         return LowRankRoute(
             tuple(spec.name for spec in specs),
             sum(spec.gradient_bytes for spec in specs),
@@ -118,11 +118,11 @@ class LowRank(Algorithm):
 
     def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
         """Return the bytes that the left and right factors of one matrix take in a step, on average."""
-        # Alternating, a step sends one side alone, so on average half a pair: both sides count half.
+        # With `alternating` a step sends one side only, on average half a pair: each side counts half.
         return int(matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.factor_pairs)
 
 
 def translated(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return settings with torch's or the reference implementation's names by `LowRank`'s, checked."""
+    """Return settings given by torch's or the reference implementation's names by our names, checked."""
     ours = {name: ELSEWHERE.get(name, name) for name in settings}
     return {ours[name]: CHECKS[ours[name]](name, value) for name, value in settings.items()}

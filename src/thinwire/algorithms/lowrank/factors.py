@@ -1,4 +1,4 @@
-"""Factors of M, a bucket's gradients as matrices: bases to start from, products, and how they travel."""
+"""Factors of M, a bucket's gradients as matrices: starting bases, products, and messages."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows, widened
 from thinwire.tensors import accelerators
 
-# Between the seeds of one step and the next: far from any seed a user would choose.
+# Added to the seed in each step: larger than the difference of any seeds a user would choose.
 SEED_STRIDE = 1_000_003
 
 
 class Workspace:
-    """Tensors that stay from step to step, and with them the tables of addresses that kernels look up."""
+    """Tensors that are reused in every step, so that kernels' tables of their addresses stay valid."""
 
     def __init__(self, seed: int, *, warm_start: bool = True) -> None:
         self.seed, self.warm_start = seed, warm_start
-        self.M: BucketMatrices | None = None  # of the last step, if those of the next may lie where they lay
+        self.M: BucketMatrices | None = None  # of the last step, if the next one may have the same addresses
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._batches: dict[tuple[str, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self.drawn: dict[Hashable, torch.Tensor] = {}  # random rows by shape, device and type
 
     def buffer(self, role: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor | None:
-        """Return a buffer for a result, in the wide type and on the device of `like`; None on the CPU."""
+        """Return a buffer for a result, in the wide dtype and on the device of `like`; None on the CPU."""
         if not accelerators.is_accelerator(like.device):
             return None
         buffer = self._buffers.get(role)
@@ -42,7 +42,7 @@ class Workspace:
     def find_batch(
         self, memory: Memory, slot: Slot, labels: Sequence[str], shape: torch.Size
     ) -> torch.Tensor | None:
-        """Return the batch of a shape whose parts memory has under some labels; None if it has others."""
+        """Return the batch whose parts memory holds under some labels; None if memory holds other tensors."""
         batch, parts = self._batches.get((slot.name, labels[0], shape), (None, ()))
         tensors = memory.slots.get(slot, {})
         return batch if all(map(is_, map(tensors.get, labels), parts)) else None
@@ -55,9 +55,9 @@ class Workspace:
         new: torch.Tensor,
         before: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """Return a batch like `new`, to be written, whose parts memory has under some labels from now on.
+        """Return a batch like `new`, to be written, and store its parts in memory under some labels.
 
-        Until then they are as `before`, and zeros where that is unlike them.
+        It holds the values of `before`, and zeros where `before` has another shape.
         """
         key = slot.name, labels[0], new.shape
         if key not in self._batches:
@@ -77,29 +77,29 @@ class Workspace:
 class BucketMatrices:
     """The matrices M of a bucket, in groups of one shape and matrix rank.
 
-    They serve all steps in which gradients and residuals lie where they lay. One backend serves the bucket,
-    that of its largest matrix rank: so its requests are a function of that.
+    They are reused while gradients and residuals keep their addresses. One backend serves the whole bucket,
+    that of its largest matrix rank: so its requests depend only on that rank.
     """
 
-    groups: Sequence[MatrixGroup]  # they have the gradients only during a step
+    groups: Sequence[MatrixGroup]  # they hold the gradients only during a step
     kernels: Kernels
     device: torch.device
     workspace: Workspace
-    key: Hashable  # where the bucket lies, and what chooses the kernels
+    key: Hashable  # the bucket's address, and what chooses the kernels
     errors: Sequence[torch.Tensor | None]  # the residuals, flat
-    written: Sequence[Sequence[torch.Tensor] | None]  # of each group, if all can be written where they lie
-    wide: torch.dtype | None  # to which gradients are copied, if the kernels don't take their type
+    written: Sequence[Sequence[torch.Tensor] | None]  # residuals by group, if all can be written in place
+    wide: torch.dtype | None  # gradients are copied to it if the kernels don't take their dtype
 
     def products(
         self, Q: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool
     ) -> Round[list[torch.Tensor]]:
-        """Multiply: M Q. All factors are held row by row, so this is (M Q)ᵀ, (matrices, r, rows)."""
+        """Multiply: M Q. All factors are stored transposed, so this is (M Q)ᵀ, (matrices, r, rows)."""
         return self._multiply(self.kernels.products, 0, Q, scale, role, add_error)
 
     def projections(
         self, P: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool = False
     ) -> Round[list[torch.Tensor]]:
-        """Multiply: Mᵀ P. Row by row: (matrices, r, columns)."""
+        """Multiply: Mᵀ P. Stored transposed: (matrices, r, columns)."""
         return self._multiply(self.kernels.projections, 1, P, scale, role, add_error)
 
     def _multiply(
@@ -122,7 +122,7 @@ class BucketMatrices:
     def orthonormal(
         self, factors: Sequence[torch.Tensor], role: str, drawn: Sequence[torch.Tensor | None] | None = None
     ) -> Round[list[torch.Tensor]]:
-        """Make an orthonormal basis of each factor, with drawn rows in place of zeros."""
+        """Orthonormalise each factor, after replacing zero rows with `drawn` rows."""
         items = []
         for group, factor, instead in zip(self.groups, factors, drawn or [None] * len(factors), strict=True):
             out = self.workspace.buffer((role, group.labels[0], factor.shape), factor.shape, factor)
@@ -134,8 +134,8 @@ class BucketMatrices:
 def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.Tensor]:
     """Return a basis for each group: (matrices, r, rows) for side 0, (matrices, r, columns) for side 1.
 
-    Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a standard
-    normal, the same on every process.
+    Rows that memory lacks, or that became zero because a gradient's matrix rank was too low, are drawn from a
+    standard normal distribution, the same on every process.
     """
     shapes = [(group.matrix_rank, group.matrices[0].shape[side]) for group in M.groups]
 
@@ -163,14 +163,14 @@ def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.T
 def bases_ahead(
     memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
 ) -> Round[list[torch.Tensor] | None]:
-    """Make what the next step starts from, on accelerators for all buckets at once: launches count.
+    """Make the next step's starting bases; on accelerators for all buckets at once, to save launches.
 
-    None on the CPU: there each bucket's are made when it starts, while messages of others are under way.
+    None on the CPU: there each bucket makes its own when it starts, while messages of others are in flight.
     """
     if not M.workspace.warm_start or not accelerators.is_accelerator(M.device):
         return None
-    # A row that is zero stays zero through every product, and its direction would be lost for good: it
-    # died when a gradient had too low a matrix rank, or was never there. So dead rows are replaced.
+    # A zero row stays zero in every product, and its direction would be lost for good. It became zero when a
+    # gradient's matrix rank was too low, or never had values. So zero rows are replaced.
     drawn = [_drawn_rows(memory.step, M, (f.shape[1], f.shape[2]), f) for f in factors]
     return (yield from M.orthonormal(factors, "ahead", drawn))
 
@@ -179,9 +179,9 @@ def _drawn_rows(step: int, M: BucketMatrices, shape: tuple[int, int], like: torc
     seed, drawn = M.workspace.seed, M.workspace.drawn
     dtype = torch.promote_types(like.dtype, torch.float32)  # factors of 16-bit gradients are fp32, too
     if not M.workspace.warm_start:
-        # Different ones in each step: the same would never see what lies across them.
+        # Different rows in each step: the same ones would never capture what is orthogonal to them.
         return random_rows(seed + SEED_STRIDE * step, shape, like.device).to(dtype)
-    # With a warm start only dead rows are drawn again: the same ones each time.
+    # With a warm start only zero rows are replaced, by the same draws each time.
     key = shape, like.device, dtype
     if key not in drawn:
         drawn[key] = random_rows(seed, shape, like.device).to(dtype)
@@ -189,7 +189,7 @@ def _drawn_rows(step: int, M: BucketMatrices, shape: tuple[int, int], like: torc
 
 
 def resized(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return a factor in type and rows of `like`, cut or extended by zeros; zeros if its columns differ."""
+    """Return a factor with dtype and rows of `like`, cut or padded with zeros; zeros if columns differ."""
     if factor is not None and factor.shape == like.shape:
         return factor.to(like)
     whole = torch.zeros_like(like)
@@ -200,15 +200,15 @@ def resized(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return standard normal rows in fp32, the same whatever the device."""
-    # Drawn on the CPU: generators of other devices give other numbers, and members may have other devices.
+    """Return standard normal rows in fp32, the same on every device."""
+    # Drawn on the CPU: generators of other devices give other numbers, and members' devices may differ.
     generator = torch.Generator().manual_seed(seed % 2**63)
     rows = torch.randn(shape, generator=generator, dtype=torch.float32)
     return accelerators.to_device_async(device, rows)
 
 
 class FactorMessages:
-    """The messages of a bucket's step: factors in one of them, flat gradients with the first."""
+    """The messages of a bucket's step: each holds factors, the first one flat gradients as well."""
 
     def __init__(
         self, dtype: torch.dtype, workspace: Workspace, uncompressed: Sequence[torch.Tensor]
@@ -222,15 +222,15 @@ class FactorMessages:
     ) -> Round[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Return factors, (matrices, r, elements) each, and their means over the members.
 
-        `as_sent` is for factors that leave the residual: it must lose what travelled, rounded to 16 bits, and
-        keep what rounding lost.
+        `as_sent` is for factors that are subtracted from the residual: it returns them rounded to 16 bits, as
+        they were sent, so that the residual keeps the rounding error.
         """
         like, beside = factors[0], [] if self.received else self._beside
         item = MessageParts(factors, beside, self._dtype, self._workspace, len(self.received))
         (message,) = yield Jointly(all_packed, [item], (like.device, like.dtype, self._dtype))
         own = factors
         if as_sent and message.dtype != like.dtype:
-            # Read before the message is given away: the mean may come to lie in it.
+            # Read before the message is sent: the mean may overwrite it.
             own = unpacked(message, factors)
         mean = yield Mean(message)
         if beside:
@@ -242,17 +242,17 @@ class FactorMessages:
 
 @dataclass(eq=False)
 class MessageParts:
-    """Factors that are to travel as one message, with flat gradients behind them."""
+    """Factors to be sent as one message, followed by flat gradients."""
 
     factors: Sequence[torch.Tensor]
     uncompressed: Sequence[torch.Tensor]
-    dtype: torch.dtype  # in which they travel
+    dtype: torch.dtype  # of the message
     workspace: Workspace
     number: int  # of the message in its step
 
 
 def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
-    """Return the messages of all buckets, views of one tensor: so they are sent without a further copy."""
+    """Return the messages of all buckets as views of one tensor, which is sent without another copy."""
     first = items[0]
     like, dtype = first.factors[0], first.dtype
     parts, sizes = list[torch.Tensor](), list[int]()
@@ -261,7 +261,7 @@ def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
         if dtype == torch.float16:
             factors = [clamped(factor) for factor in factors]
         if uncompressed and accelerators.is_accelerator(like.device):
-            uncompressed = widened(uncompressed, like.dtype)  # torch joins unlike types one by one
+            uncompressed = widened(uncompressed, like.dtype)  # torch concatenates mixed dtypes one by one
         of_item = list(map(torch.flatten, (*factors, *uncompressed)))
         sizes.append(sum(map(torch.numel, of_item)))
         parts += of_item
@@ -272,14 +272,14 @@ def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
 def clamped(factor: torch.Tensor) -> torch.Tensor:
     """Return a factor within fp16's range: the residual keeps what is cut off.
 
-    One that was infinite before stays infinite, because then the step should be skipped.
+    Infinite values stay infinite, because the step should then be skipped.
     """
     limit = torch.finfo(torch.float16).max
     return torch.where(factor.isinf(), factor, factor.clamp(-limit, limit))
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the head of `flat` as tensors of the shapes and the type of `like`."""
+    """Return the start of `flat` as tensors with the shapes and dtype of `like`."""
     sizes = list(map(torch.numel, like))
     head = flat[: sum(sizes)].to(like[0].dtype)
     return list(map(torch.Tensor.view_as, head.split_with_sizes(sizes), like))

@@ -1,4 +1,4 @@
-"""The plan that low-rank algorithms share: when they compress, what of a state fits, what they say of it."""
+"""The plan that low-rank algorithms share: when to compress, how to adapt a state, how to diagnose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_NAMES = 4
 
 @dataclass(frozen=True)
 class LowRankPlan(BucketPlan):
-    """How a bucket travels as factors: routes of each parameter, or of the bucket."""
+    """How a bucket is sent as factors: with a route for each parameter, or one for the bucket."""
 
     routes: tuple[LowRankRoute, ...]
     config: LowRank
@@ -36,7 +36,7 @@ class LowRankPlan(BucketPlan):
 
     @cached_property
     def memory_dtype(self) -> torch.dtype:
-        """The type of residuals and factors."""
+        """The dtype of residuals and factors."""
         return self.specs[0].memory_dtype
 
     def kernels(self, device: torch.device) -> set[str]:
@@ -50,31 +50,31 @@ class LowRankPlan(BucketPlan):
         }
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        # Without feedback no step would add a residual to a gradient, or send it: all of it goes in one step.
+        # Without error feedback no step would ever send a residual: all of it is sent in one step.
         must_send = not self.config.error_feedback and not memory[ERROR].keys().isdisjoint(self.names)
         if self.compressed and memory.step >= self.config.warmup_steps and not must_send:
             yield from self.compress(bucket, memory)
             return
         wire_dtype = None if self.config.wire_dtype is None else wire_dtype_of(self.config.wire_dtype)
         yield from average_uncompressed(self.names, bucket, memory, wire_dtype, always_checks=True)
-        # All was sent: what a step before has sent of it no longer says how much was not.
+        # All was sent: what an earlier step has sent no longer shows how much was not.
         for label in self.labels:
             memory[SENT].pop(label, None)
 
     @abstractmethod
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Turn the bucket into the mean of its approximations; a generator, as `run` is one."""
+        """Turn the bucket into the mean of its approximations; a generator like `run`."""
 
     def on_state_loaded(self, memory: Memory) -> str:
-        """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
+        """Cut or extend factors to the plan's matrix ranks, so that a saved state fits the plan."""
         refitted = []
         for label in self.labels:
-            memory[BASIS].pop(label, None)  # of the factor that was there, and of other random rows
+            memory[BASIS].pop(label, None)  # made from the previous factor and other random rows
         for route in self.compressed:
             factor = memory[FACTOR].get(route.label)
             if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:
                 continue
-            # Rows are added as zeros: dead rows, which the next step draws again.
+            # Rows are added as zeros, which the next step replaces with random rows.
             like = factor.new_empty(route.matrix_rank, factor.shape[1])
             memory[FACTOR][route.label] = resized(factor, like)
             refitted.append((route.label, len(factor), route.matrix_rank))
@@ -91,7 +91,7 @@ class LowRankPlan(BucketPlan):
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
         # P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the residual and what was sent are
-        # enough, and M, which the mean has overwritten, is not needed.
+        # enough. M, which the mean has overwritten, is not needed.
         known = [
             route
             for route in self.compressed
@@ -106,10 +106,10 @@ class LowRankPlan(BucketPlan):
 
 
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the norm of each route's tensors together, in its device's widest type; all are of one type."""
-    # One operation: on an accelerator each by itself would be a launch, or several.
+    """Return the joint norm of each route's tensors, all of one dtype, in their device's widest dtype."""
+    # One operation: on an accelerator each norm by itself would be one launch or several.
     norms = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
-    # In double where there is such: the square of a large fp32 norm is beyond fp32.
+    # In float64 where available: the square of a large fp32 norm overflows fp32.
     sizes = [len(of_route) for of_route in of_routes]
     parts = norms.to(accelerators.widest_dtype(norms.device)).split_with_sizes(sizes)
     return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])

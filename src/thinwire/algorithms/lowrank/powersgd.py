@@ -18,37 +18,36 @@ class PowerSGD(LowRank):
     """Send two low-rank factors of every gradient matrix instead of the matrix.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019, arXiv 1905.13727), algorithms 1 and 2,
-    with one change: a process's error is what remains of its gradient, M − P̂ P̂ᵀ M, not of the mean.
+    with one change: a process's error is what remains of its own gradient, M − P̂ P̂ᵀ M, not of the mean.
 
-    Gradients of any floating type: factors are computed, and the error kept, in fp32 (of fp64 gradients
-    in fp64, by PyTorch's products). Vectors, scalars and matrices that would shrink too little travel
+    Gradients of any floating dtype: factors are computed, and the error kept, in fp32 (for fp64 gradients
+    in fp64, with PyTorch's products). Vectors, scalars and matrices that would shrink too little are sent
     uncompressed in the first message.
 
     Args:
         matrix_rank: Rank r of the factors; more is more exact and costs proportionally more bytes.
-        min_compression_ratio: A matrix is compressed only if that shrinks it more than this, in bytes:
-            (rows + columns) · r · power_iterations · ratio < rows · columns, with half of the right side
-            where gradients of 16 bits have factors of 32. With 0 every matrix is. A bucket that would not
-            shrink at all (with a ratio of 1 or more) travels uncompressed, in its own type.
+        min_compression_ratio: A matrix is compressed only if that shrinks it by more than this ratio, in
+            bytes: (rows + columns) · r · power_iterations · ratio < rows · columns, with half of the right
+            side if 16-bit gradients have 32-bit factors. 0 compresses every matrix. With a ratio of 1 or
+            more, a bucket that would not shrink at all is sent uncompressed, in its own dtype.
         warmup_steps: Steps at the start that average uncompressed gradients.
-        error_feedback: Add to each gradient what earlier steps did not transmit of it. Without it
+        error_feedback: Add to each gradient what earlier steps did not transmit. Without it
             the result is biased and training usually stalls.
         warm_start: Start each step's power iteration from the last step's right factor.
-        seed: Of the random factors, the same on every process.
-        wire_dtype: "fp16" or "bf16" to send every message in 16 bits; None for fp32 (fp64 of
-            fp64 gradients). "bf16" has fp32's range. "fp16" is for gradients that a loss
-            scale keeps in its range: of factors, what is above 65 504 is cut off and what is below
-            6e-8 vanishes (both stay in the residual, as does what a process rounds off its own factors);
-            uncompressed gradients overflow as with `Cast`. Lost for good are the rounding of the factors' sum
-            and all rounding of uncompressed gradients.
+        seed: The seed of the random factors, the same on every process.
+        wire_dtype: "fp16" or "bf16" to send every message in 16 bits; None for fp32 (fp64 for
+            fp64 gradients). "bf16" has fp32's range. "fp16" is for gradients that a loss scale keeps in its
+            range: factors are clamped to 65 504, and below 6e-8 become zero (the residual keeps both, and
+            a process's rounding of its own factors); uncompressed gradients overflow as with `Cast`. Lost
+            for good are the rounding of the factors' sum and all rounding of uncompressed gradients.
         power_iterations: How often the two rounds are repeated in a step. With `alternating`, how
             many single rounds a step takes; their results add up.
-        matrix_ranks: Of single parameters, by name, if it differs from `matrix_rank`.
+        matrix_ranks: Matrix ranks by parameter name, for parameters that differ from `matrix_rank`.
         alternating: One round instead of two: project on the left factor in one step, on the right in
             the next. Half the bytes and messages at the same matrix rank, and a rougher approximation.
 
-    Cost per step: two rounds, the second of all buckets together, of r · (rows + columns) elements for
-    each matrix; an fp32 error of the size of the gradients (fp64 of fp64) and, of gradients in 16 bits, an
+    Cost per step: two rounds, the second for all buckets together, of r · (rows + columns) elements for
+    each matrix; an fp32 residual of the size of the gradients (fp64 for fp64) and, for 16-bit gradients, an
     fp32 copy until the step's end; one host synchronisation, for the finite check (none without
     `host_check`).
 
@@ -80,7 +79,7 @@ class PowerSGD(LowRank):
         except (TypeError, ValueError) as error:
             got = f"got {self.matrix_ranks!r}"
             raise ConfigError(f"matrix_ranks must map names to matrix ranks, {got}") from error
-        # Sorted: settings are compared as text, and may have been given in any order.
+        # Sorted: settings are compared as text, and may be given in any order.
         checked = [(str(n), whole_number(f"the matrix rank of {n}", r, minimum=1)) for n, r in ranks.items()]
         object.__setattr__(self, "matrix_ranks", tuple(sorted(checked)))
 
@@ -94,7 +93,7 @@ class PowerSGD(LowRank):
         )
         routes = tuple(map(self._route, specs))
         compresses = any(route.is_compressed for route in routes)
-        # Beside factors all of a bucket travels in their type: gradients of 16 bits grow to 32 by that.
+        # If a bucket has factors, all of it is sent in their dtype: its other 16-bit gradients grow to 32.
         before = sum(route.message_bytes for route in uncompressed)
         shrinks = sum(route.message_bytes for route in routes) * min(1.0, self.min_compression_ratio) < before
         chosen = routes if compresses and shrinks else uncompressed

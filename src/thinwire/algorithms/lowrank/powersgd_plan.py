@@ -38,7 +38,7 @@ from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
 
 NewState: TypeAlias = dict[Slot, Sequence[torch.Tensor]]
-"""Tensors that a step leaves to the next one: by slot, a batch for each group of matrices."""
+"""Tensors that a step leaves for the next one: by slot, a batch for each group of matrices."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class PowerSGDPlan(LowRankPlan):
 
     @cached_property
     def message_dtype(self) -> torch.dtype:
-        """The type in which messages travel."""
+        """The dtype of messages."""
         return self.config.message_dtype(self.specs[0].dtype)
 
     @cached_property
     def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
-        """The parameters that are compressed, by index, under their matrix shape and matrix rank."""
+        """The indices of compressed parameters by matrix shape and matrix rank."""
         groups: dict[tuple[tuple[int, int], int], list[int]] = {}
         for index, route in enumerate(self.routes):
             if route.matrix_shape is not None and route.matrix_rank is not None:
@@ -68,7 +68,7 @@ class PowerSGDPlan(LowRankPlan):
 
     @cached_property
     def uncompressed(self) -> dict[str, int]:
-        """The parameters that travel uncompressed: their indices by name."""
+        """The indices of uncompressed parameters by name."""
         return {self.names[i]: i for i, route in enumerate(self.routes) if not route.is_compressed}
 
     @cached_property
@@ -79,15 +79,15 @@ class PowerSGDPlan(LowRankPlan):
         """Average the bucket as two factors of each matrix: algorithm 1 of the paper, with error feedback.
 
         1. M ← gradient + residual. The first product adds them, in place.
-        2. P ← M Q, with the Q that the step before has left, orthonormalised.
-        3. P ← mean of P. Uncompressed gradients travel with it.
+        2. P ← M Q, with the last step's Q, orthonormalised.
+        3. P ← mean of P. Uncompressed gradients are sent with it.
         4. P̂ ← orthonormal basis of P.
         5. Q ← Mᵀ P̂, this process's own.
         6. Q̄ ← mean of Q.
-        7. Behind the commit: gradient ← P̂ Q̄ᵀ, residual ← M − P̂ Qᵀ, and memory keeps Q̄.
+        7. After the commit: gradient ← P̂ Q̄ᵀ, residual ← M − P̂ Qᵀ, and memory keeps Q̄.
 
-        Further `power_iterations` repeat 2 to 6 with Q ← basis of Q̄. If `alternating`, a step has one round
-        in place of two: Q ← Mᵀ P̂ with the P̂ that memory has, and in the next step P ← M Q̂.
+        More `power_iterations` repeat 2 to 6 with Q ← basis of Q̄. If `alternating`, a step has one round
+        instead of two: Q ← Mᵀ P̂ with the P̂ in memory, and in the next step P ← M Q̂.
         """
         scale, gradients = bucket.loss_scale, bucket.flat.split_with_sizes(self.sizes)
         names, whole = self.uncompressed.keys(), [gradients[index] for index in self.uncompressed.values()]
@@ -98,8 +98,8 @@ class PowerSGDPlan(LowRankPlan):
             sent = with_residual(bucket, memory, [*names], whole, dtype) if has_residual else None
             messages = FactorMessages(dtype, self.workspace, whole if sent is None else sent.parts)
 
-            # Committed projections, which all members count and a saved state keeps: if `alternating`, the
-            # factor in memory is of the side whose turn it is.
+            # The number of committed projections, the same on all members and kept in a saved state. If
+            # `alternating`, its parity gives the side that the factor in memory belongs to.
             turn = (memory.step - self.config.warmup_steps) * self.config.power_iterations
             side = 0 if self.alternating and turn % 2 == 0 else 1
             start = starting_bases(memory, M, side)
@@ -109,22 +109,22 @@ class PowerSGDPlan(LowRankPlan):
                 terms = yield from self._two_rounds(M, start, messages, scale)  # 2 to 6
             new = yield from self._new_state(memory, M, terms, scale)
 
-            # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
+            # Only the host can undo dropping a residual: the engine then copies memory and restores it.
             drops = has_residual or not memory[SENT].keys().isdisjoint(names)
             is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
 
             yield from self._reconstruct(bucket, gradients, memory, M, terms, is_healthy)  # 7
         finally:
             for group in M.groups:
-                group.matrices = ()  # they would keep a bucket that is not used any more
-        means = messages.uncompressed  # then, if some residual may not fit, whether any remains
+                group.matrices = ()  # they would keep an unused bucket alive
+        means = messages.uncompressed  # the last one says whether any residual remains, if some may not fit
         writes = list(zip(whole, means, [False] * len(whole), strict=False))
-        # Behind the reconstruction, which reads the basis that the step has started from.
+        # After the reconstruction, which reads the basis that the step started from.
         writes += self._places(memory, M, new, start, is_healthy)
         yield from _write(M, writes, is_healthy)
         if sent is not None:
             keep_remainder(memory, names, sent, means)
-        # All of it was sent: what a step before has sent no longer says how much was not.
+        # All of it was sent: what an earlier step has sent no longer shows how much was not.
         for name in names if drops else ():
             memory[SENT].pop(name, None)
 
@@ -138,7 +138,7 @@ class PowerSGDPlan(LowRankPlan):
         """Find the factors of the mean. Cost: in each iteration, two reads of M."""
         for iteration in range(1, self.config.power_iterations + 1):
             is_last = iteration == self.config.power_iterations
-            # The residual only once: later iterations find it in the matrices already.
+            # Add the residual only once: in later iterations the matrices already contain it.
             P = yield from M.products(Q, scale, "P", add_error=iteration == 1)  # P ← M Q
             _, P = yield from messages.average(P, as_sent=False)  # P ← mean of P
             P = yield from M.orthonormal(P, "basis of P")  # P̂
@@ -146,7 +146,7 @@ class PowerSGDPlan(LowRankPlan):
             Q, mean_Q = yield from messages.average(Q, as_sent=is_last)  # Q̄
             if not is_last:
                 Q = yield from M.orthonormal(mean_Q, "basis of Q")
-        # The last iteration alone: each approximates all of M again, and better than those before it.
+        # Only the last iteration: each approximates all of M again, better than the ones before.
         return [[Factors((p, q), (p, mean))] for p, q, mean in zip(P, Q, mean_Q, strict=True)]
 
     def _alternating_rounds(
@@ -157,7 +157,7 @@ class PowerSGDPlan(LowRankPlan):
         messages: FactorMessages,
         scale: torch.Tensor | None,
     ) -> Round[list[Terms]]:
-        """Find factors of the mean, of one side in each iteration; what it has sent is taken from M."""
+        """Find factors of the mean, one side in each iteration, and subtract what was sent from M."""
         terms: list[list[Factors]] = [[] for _ in M.groups]
         for iteration in range(self.config.power_iterations):
             is_first, is_last = iteration == 0, iteration + 1 == self.config.power_iterations
@@ -174,20 +174,20 @@ class PowerSGDPlan(LowRankPlan):
                 ]
             for of_group, latest in zip(terms, found, strict=True):
                 of_group.append(latest)
-            # `reconstruct` writes to the residual what the last iteration has not sent, in one pass.
+            # After the last iteration, `reconstruct` subtracts and writes the residual in one pass.
             if not is_last:
                 M.kernels.subtract_own(list(map(Subtraction, M.groups, found)))
                 bases = yield from M.orthonormal(means, f"basis {iteration}")
         return list[Terms](terms)
 
     def _bind(self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], memory: Memory) -> BucketMatrices:
-        """Return gradients and residuals as matrices, bound anew only if something has moved."""
+        """Return gradients and residuals as matrices, bound again only if something has moved."""
         errors = list(map(memory[ERROR].get, self._compressed_names))
         key = flat.data_ptr(), flat.dtype, choice()
         M = self.workspace.M
         if M is None or M.key != key or not all(map(is_, errors, M.errors)):
             M = self._new_binding(flat, key, errors)
-        self.workspace.M = M if M.wide is None else None  # copies lie elsewhere in each step
+        self.workspace.M = M if M.wide is None else None  # copies have new addresses in each step
         for group, ((shape, _), indices) in zip(M.groups, self.shape_groups.items(), strict=True):
             matrices = list(map(gradients.__getitem__, indices))
             if M.wide is not None:
@@ -199,7 +199,7 @@ class PowerSGDPlan(LowRankPlan):
         self, flat: torch.Tensor, key: object, errors: Sequence[torch.Tensor | None]
     ) -> BucketMatrices:
         kernels = kernels_for(flat, max(matrix_rank for _, matrix_rank in self.shape_groups))
-        # Between iterations what was sent is taken from the matrices, which 16 bits would round.
+        # Iterations subtract what was sent from the matrices; in 16 bits that would be rounded.
         subtracts = self.alternating and self.config.power_iterations > 1
         widens = subtracts or flat.dtype not in kernels.gradient_types
         is_accelerator = accelerators.is_accelerator(flat.device)
@@ -209,7 +209,7 @@ class PowerSGDPlan(LowRankPlan):
             of_group = islice(remaining, len(indices))
             shaped = [None if error is None else error.view(shape) for error in of_group]
             known = [error for error in shaped if error is not None]
-            # Written where they lie, on accelerators as a batch; else `reconstruct` gets new ones.
+            # Written in place, on accelerators as a batch; otherwise `reconstruct` gets new tensors.
             is_whole = len(known) == len(shaped) and not (is_accelerator and stack_view(known) is None)
             written.append(known if is_whole else None)
             names = [self.names[index] for index in indices]
@@ -226,7 +226,7 @@ class PowerSGDPlan(LowRankPlan):
         terms: Sequence[Terms],
         is_healthy: torch.Tensor | None,
     ) -> Round[None]:
-        """Make compressed gradients their mean; remember what this process has not sent."""
+        """Write the mean to compressed gradients, and what this process has not sent to the residual."""
         items, remains = list[Reconstruction](), memory[ERROR]
         for group, of_group, written in zip(M.groups, terms, M.written, strict=True):
             errors = written
@@ -240,7 +240,7 @@ class PowerSGDPlan(LowRankPlan):
                 remains.update(zip(item.group.labels, flat, strict=True))
         if M.wide is None:
             return
-        # Rounding errors of wide copies go to the residual too.
+        # The rounding errors of wide copies are added to the residual too.
         copied = [
             (gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
             for item, indices in zip(items, self.shape_groups.values(), strict=True)
@@ -251,9 +251,9 @@ class PowerSGDPlan(LowRankPlan):
     def _new_state(
         self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms], scale: torch.Tensor | None
     ) -> Round[NewState]:
-        """Return what the bucket keeps behind the commit, in units of the unscaled loss."""
-        # Factors of the last iteration: the next step starts where this one has ended. What was sent of all:
-        # what a process has not sent is measured against all that it has.
+        """Return the state to keep after the commit, in units of the unscaled loss."""
+        # Factors of the last iteration only: the next step starts from them. What was sent of all iterations:
+        # the diagnosis compares all that was sent with what was not.
         factors, sent = list[torch.Tensor](), list[torch.Tensor]()
         for first, *later in terms:
             last = later[-1] if later else first
@@ -283,9 +283,9 @@ class PowerSGDPlan(LowRankPlan):
         start: Sequence[torch.Tensor],
         is_healthy: torch.Tensor | None,
     ) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-        """Return where memory keeps the new state, that, and True: it stays in a step that is not healthy.
+        """Return (target in memory, new value, `stays`) for each tensor of the new state.
 
-        Then memory keeps the bases that the step has started from, too.
+        In a step that is not healthy, memory also keeps the bases that the step started from.
         """
         places = []
         for slot, batches in new.items():
@@ -293,7 +293,7 @@ class PowerSGDPlan(LowRankPlan):
                 place = self.workspace.find_batch(memory, slot, group.labels, batch.shape)
                 if place is None:
                     before: Sequence[torch.Tensor | None] = ()
-                    if is_healthy is not None:  # else this would have been closed, were the step not healthy
+                    if is_healthy is not None:  # if None, the host has already found the step healthy
                         before = basis.unbind() if slot is BASIS else [*map(memory[slot].get, group.labels)]
                     place = self.workspace.place_batch(memory, slot, group.labels, batch, before)
                 places.append((place, batch, True))
@@ -306,19 +306,19 @@ def _write(
     is_healthy: torch.Tensor | None,
 ) -> Round[None]:
     if accelerators.is_accelerator(M.device):
-        # For all buckets: one launch writes what all of them leave.
+        # For all buckets together: one launch writes the new state of all.
         yield Jointly(M.kernels.write, [Write(*write, is_healthy) for write in writes], M.device)
     elif writes:
         torch._foreach_copy_([target for target, _, _ in writes], [source for _, source, _ in writes])
 
 
 def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Return tensors over their loss scale, for all buckets: a step has one scale for all of a device."""
+    """Return tensors divided by their loss scale, for all buckets: a step has one scale per device."""
     return torch._foreach_div([tensor for tensor, _ in items], items[0][1])
 
 
 def _copied_residuals(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return new residuals of a group to write to, with the same contents."""
+    """Return copies of a group's residuals, to be written to."""
     first, count = group.matrices[0], len(group.matrices)
     buffers = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
     for buffer, error in zip(buffers, group.errors, strict=True):

@@ -1,1 +1,1 @@
-"""The members that average: a group that stays, subgroups, shards, and members that come and go."""
+"""Groups whose members come and go."""

@@ -15,33 +15,33 @@ from thinwire.errors import ConfigError
 class Group(ABC):
     """One member's end of a group whose members may come and go between averagings.
 
-    An averaging is a transaction: `start_quorum`, messages over `transport`, `commit`. One that is not
-    committed is repeated, with all who are there then.
+    An averaging is a transaction: `start_quorum`, messages over `transport`, `commit`. If it is not
+    committed, it is repeated with the members present then.
 
     Args:
         min_members: An averaging needs at least this many; fewer wait for others.
-        wait_seconds: How long a member waits, for enough others and for an averaging that succeeds.
+        wait_seconds: How long a member waits for enough others, and for an averaging that succeeds.
         weigh_by: The weight of a member's change in `LocalSGD` and `DiLoCo`: the "steps" that it made, or the
             "work" given to `count_work`.
-        send_optimizer: Whether a member that joins gets the state and settings of all optimizers as one of
-            the others has them; then these must hold every trainable parameter. Else it starts with its own.
+        send_optimizer: Whether a joining member receives the state and settings of all optimizers from one of
+            the others; these must then hold every trainable parameter. Otherwise it starts with its own.
             `Steps` needs it.
 
     Attributes:
-        transport: Over the members of the last quorum; always the same object. Before the first, this member
-            is alone. If each process of a member has a part of the model, over those of its local rank.
+        transport: Connects the members of the last quorum; always the same object. Before the first quorum,
+            this member is alone. If each process of a member has a part, connects those of its local rank.
         control: Carries the members' statuses: those of the first process, if a member has several.
-        inside: Joins the processes of this member.
-        has_parts: Whether each process of a member has a part of the model, and not all have the whole one.
-        quorum_id: Of the last quorum, the same on all its members.
-        num_changes: How often this member was joined to others so far: whenever the members have changed, or
-            an averaging has failed.
-        received: What the others have sent this member to start from, until it is taken; None if it is
-            where they are.
-        kind: What finds the members, the same on all of them.
-        leaves_on_sigterm: Whether SIGTERM on the main thread lets this member leave after its next averaging.
-        is_leaving: Returns whether this member has been asked to leave: it waits for no one any more.
-        provide: Returns what a newcomer starts from. It is called inside `start_quorum`, on any thread.
+        inside: Connects the processes of this member.
+        has_parts: Whether each process of a member has a part of the model, instead of the whole.
+        quorum_id: The last quorum's number, the same on all its members.
+        num_changes: How often this member was connected to others so far: each time the members have changed
+            or an averaging has failed.
+        received: The state that the others have sent this member to start from, until it is loaded; None if
+            it is up to date.
+        kind: The name of what finds the members, the same on all of them.
+        leaves_on_sigterm: Whether this member leaves after the averaging that follows a SIGTERM.
+        is_leaving: Returns whether this member was asked to leave; it then waits for no others.
+        provide: Returns a newcomer's initial state. It is called inside `start_quorum`, on any thread.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -75,7 +75,7 @@ class Group(ABC):
 
     @property
     def control(self) -> Transport:
-        """See above; `transport` if a member is one process."""
+        """See `Group`; `transport` if a member is one process."""
         return self.transport
 
     def broadcast_scalar(self, value: float) -> float:
@@ -83,30 +83,30 @@ class Group(ABC):
         return value
 
     def join(self, are_new: Sequence[bool]) -> None:
-        """Let all processes of this member have what its first one has: the others, and `received`."""
+        """Give all processes of this member what its first one has: the members, and `received`."""
         assert self.inside.size == 1, "a member of several processes has a MachineGroup"
 
     def break_off(self) -> None:
-        """Let this process's messages fail, and so those of the others."""
+        """Make this process's messages fail, and so those of the others."""
         self.commit(False)
 
     @abstractmethod
     def start_quorum(self) -> None:
-        """Wait until it is decided who takes part in the next averaging; `transport` joins them.
+        """Wait for the quorum of the next averaging, and connect `transport` to its members.
 
         Raises:
-            CommunicationError: They were found, and then could not be joined, or no one was found in time.
-            LeftError: No one can be found, and this member is asked to leave.
+            CommunicationError: Members were found but could not be connected, or none was found in time.
+            LeftError: No members can be found, and this one was asked to leave.
         """
 
     @abstractmethod
     def commit(self, committed: bool) -> None:
-        """Say how the averaging has ended. What was not committed breaks the messages of all others off."""
+        """End the averaging. If it was not committed, abort the messages of all other members."""
 
     @abstractmethod
     def reset(self, commits: int = 0) -> None:
-        """Go to the state after this many averagings; at 0, the next quorum brings what the others hold."""
+        """Set this member's count of averagings; at 0, the next quorum sends it the others' state."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave; no one waits for this member any more."""
+        """Leave; the others no longer wait for this member."""

@@ -1,4 +1,4 @@
-"""A member of several processes: the first one is in the quorum of members, and speaks for all."""
+"""A member of several processes: the first one is in the quorum of members, and represents all."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
 
 PURPOSE = "the processes of a member telling each other"
-# What one process of a member raises, all raise; anything else ends the member.
+# If one process of a member raises one of these, all do; any other error ends the member.
 FORWARDED = {kind.__name__: kind for kind in (CommunicationError, LeftError, StateError)}
 
 
 class BrokenMemberError(CommunicationError):
-    """The processes of a member have lost each other: it ends, and no averaging is tried again."""
+    """The processes of a member have lost each other: it ends, and no averaging is repeated."""
 
 
 class MachineGroup(Group):
     """One process's end of a member that is several processes.
 
-    What members say of themselves, and their verdict on an averaging, is said and heard by the first process
-    of each. If all processes of a member hold the whole model (DDP), the first one sends and receives that,
-    too. If each holds a part (`has_parts`), it averages that with those of its local rank in other members.
+    The first process of each member exchanges statuses, and the decisions to commit. If all processes of a
+    member hold the whole model (DDP), the first one also sends and receives the model. If each holds a part
+    (`has_parts`), it averages that part with the processes of its local rank in other members.
     """
 
     def __init__(self, group: Any, *, has_parts: bool) -> None:
@@ -41,8 +41,8 @@ class MachineGroup(Group):
         self._group, self._is_first = group, self.inside.rank == 0
         self._leader = _LeaderTransport(group.transport if self._is_first else None, self.inside)
         self.transport = group.transport if has_parts else Wrapped(self._leader)
-        self._address = ""  # at which the processes of one local rank find each other
-        group.is_leaving = lambda: self.is_leaving()  # noqa: PLW0108 - it is set after this
+        self._address = ""  # where the processes of one local rank find each other
+        group.is_leaving = lambda: self.is_leaving()  # noqa: PLW0108 - it is set later
         group.provide = lambda: self.provide()  # noqa: PLW0108
 
     @property
@@ -56,7 +56,7 @@ class MachineGroup(Group):
         place, *quorum, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
         self._leader.rank, self._leader.size = place
         self.quorum_id, self.num_changes, self._address = quorum
-        if not self._is_first:  # until `join` brings the rest
+        if not self._is_first:  # until `join` receives the rest
             self.received = None if lineage is None else {"members": {"lineage": lineage}}
 
     def _start_first_quorum(self) -> list[Any]:
@@ -70,7 +70,7 @@ class MachineGroup(Group):
 
     def join(self, are_new: Sequence[bool]) -> None:
         leader, inside = self._leader, self.inside
-        if self.has_parts and not self._is_first:  # whose quorum has joined it to those of its local rank
+        if self.has_parts and not self._is_first:  # the quorum has already connected the first processes
             address = f"{self._address}/{inside.rank}"
             received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
             self.received = None if self.received is None else received
@@ -100,18 +100,18 @@ class MachineGroup(Group):
 
 
 def broadcast_outcome(action: Callable[[], Any], inside: Transport) -> Any:
-    """Let the first process of a member act; return its plain result, or raise its failure, on all."""
+    """Run an action on a member's first process; return its plain result, or raise its error, on all."""
     result = failure = None
     if inside.rank == 0:
         try:
             result = action()
-        except BaseException as error:  # whatever it is, the others of this member wait to hear
+        except BaseException as error:  # any error: the other processes of this member wait for the outcome
             failure = error
     return _results(result, failure, inside)[0]
 
 
 def in_all_processes(action: Callable[[], Any], group: Group) -> Any:
-    """Do what all processes of a member must be able to do; if one can't, all raise. Collective inside."""
+    """Run an action on all processes of a member; if it fails on one, all raise. Collective inside."""
     if group.inside.size == 1:
         return action()
     result = failure = None
@@ -120,7 +120,7 @@ def in_all_processes(action: Callable[[], Any], group: Group) -> Any:
     except BrokenMemberError:
         raise
     except BaseException as error:
-        # Before the others of this member know: those of this local rank wait for this process's messages.
+        # Before telling this member's other processes: this local rank's peers wait for our messages.
         group.break_off()
         failure = error
     _results(None, failure, group.inside)
@@ -128,7 +128,7 @@ def in_all_processes(action: Callable[[], Any], group: Group) -> Any:
 
 
 def _results(result: Any, failure: BaseException | None, inside: Transport) -> list[Any]:
-    """Return the plain results of all processes of a member, or raise the failure of one. Collective."""
+    """Return the plain results of all processes of a member, or raise one's error. Collective."""
     own = [result] if failure is None else [type(failure).__name__, str(failure)]
     everyone = [json.loads(data) for data in gather_bytes(json.dumps(own).encode(), inside, PURPOSE)]
     if failure is not None:
@@ -141,7 +141,7 @@ def _results(result: Any, failure: BaseException | None, inside: Transport) -> l
 
 
 def described_together(own: Description, group: Group) -> Description:
-    """Return the description of all processes of this member, to compare with others. Collective inside."""
+    """Return one description of all processes of this member, to compare. Collective inside."""
     inside = group.inside
     if inside.size == 1:
         return {"processes of a member": "1", **own}
@@ -155,9 +155,9 @@ def described_together(own: Description, group: Group) -> Description:
 
 
 class _LeaderTransport(Transport):
-    """The members' group to each process of one member: its first process sends and receives for all.
+    """The members' group, for every process of a member: its first process sends and receives for all.
 
-    Every result, and every failure, is the first one's on all of them.
+    Every result and every error of the first process is that of all.
     """
 
     def __init__(self, first: Transport | None, inside: Transport) -> None:
@@ -170,7 +170,7 @@ class _LeaderTransport(Transport):
             try:
                 wait_first = self._first.start(message).wait
             except BaseException as error:
-                wait_first = partial(_raise, error)  # when it is waited for, on all alike
+                wait_first = partial(_raise, error)  # raise in `wait`, on all processes
         is_over = False
 
         def wait() -> None:
@@ -188,7 +188,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class _Inside(Wrapped):
-    """Joins the processes of a member; if that breaks, the member ends."""
+    """Connects the processes of a member; if that fails, the member ends."""
 
     def start(self, message: Message) -> Work:
         with _ending():

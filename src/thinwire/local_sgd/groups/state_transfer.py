@@ -1,4 +1,4 @@
-"""Transfer of the state that newcomers start from, and of leavers' residuals, in parts of bounded size."""
+"""Transfer of newcomers' initial state, and of leavers' residuals, in parts of bounded size."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from thinwire.comm.process_group import GroupTransport
 from thinwire.errors import StateError
 from thinwire.tensors.layout import local_tensor
 
-# So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
-# not taken for that. While a newcomer is served, the other members wait in one message, though: see
-# `receive_state`.
+# The timeout is for one part, not for the whole state, so that a member that does not respond is noticed,
+# and a slow link is not mistaken for one. But while a newcomer receives its state, the other members wait in
+# one message: see `receive_state`.
 PART_BYTES = 1 << 22
 MAX_BYTES = 1 << 44
-MEASURED_SHARE = 0.2  # of the timeout, after which it is told whether a state comes in time
+MEASURED_SHARE = 0.2  # of the timeout: after it, estimate whether a state will arrive in time
 PURPOSE = "sending a newcomer what it starts from"
 
 
 def plain(value: Any) -> Any:
-    """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
-    # A class of its own may have no memory at its address, as states of 8-bit optimizers.
+    """Return a value made of CPU tensors, numbers, text and None, in lists, tuples and dicts."""
+    # A tensor subclass, such as the state of an 8-bit optimizer, may have no memory at its address.
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "to_local")
     if isinstance(value, torch.Tensor) and is_plain:
         return local_tensor(value).to("cpu").contiguous()
@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return (tuple if isinstance(value, tuple) else list)(map(plain, value))
-    # NumPy's float64 is a float, and `weights_only` does not take it.
+    # NumPy's float64 is a float, but `weights_only` does not accept it.
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -48,7 +48,7 @@ def plain(value: Any) -> Any:
 
 
 def serialize(value: object) -> torch.Tensor:
-    """Return the bytes of a value such as `plain` returns.
+    """Return the bytes of a value as returned by `plain`.
 
     Examples:
         >>> deserialize(serialize({"step": 3, "weight": torch.ones(2)}))
@@ -60,10 +60,10 @@ def serialize(value: object) -> torch.Tensor:
 
 
 def deserialize(data: torch.Tensor) -> Any:
-    """Return the value that `serialize` was given."""
+    """Return the value of bytes from `serialize`."""
     try:
         return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged, it raises what it likes
+    except Exception as error:  # damaged data raises all kinds of errors
         raise StateError(
             f"what the group has sent this member to start from can't be read: {error}; install the same "
             "Thinwire on all members"
@@ -71,7 +71,7 @@ def deserialize(data: torch.Tensor) -> Any:
 
 
 def lineage_of(state: Any) -> int:
-    """Return the lineage of a state that was sent."""
+    """Return the lineage of a received state."""
     members = state.get("members") if isinstance(state, Mapping) else None
     lineage = members.get("lineage") if isinstance(members, Mapping) else None
     if not isinstance(lineage, int):
@@ -107,7 +107,7 @@ def broadcast_residual(
 
 
 def receive_state(transport: GroupTransport, source: int, timeout_seconds: float) -> Any:
-    """Return the state that a member sends, if it comes within the time that the others wait for it."""
+    """Return the state that a member sends, if it arrives within the time that the others wait for it."""
     length = torch.zeros(1, dtype=torch.int64)
     transport.receive(length, source, PURPOSE).wait()
     if not 0 < int(length) < MAX_BYTES:
@@ -122,7 +122,7 @@ def receive_state(transport: GroupTransport, source: int, timeout_seconds: float
         num_received += len(part)
         seconds = time.monotonic() - start
         expected = seconds * len(data) / num_received
-        # Refuse as soon as it can be told: the others would time out, again and again.
+        # Raise as soon as this is known: otherwise the others would time out, again and again.
         if seconds >= MEASURED_SHARE * timeout_seconds and expected > timeout_seconds:
             rate = 8e-6 * num_received / seconds
             raise StateError(

@@ -1,4 +1,4 @@
-"""Torchft's parts as a `TorchftGroup` uses them: client of the lighthouse, process group, state transport."""
+"""The parts of torchft that a `TorchftGroup` uses: lighthouse client, process group, state transport."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from thinwire.comm.process_group import GroupTransport
 from thinwire.errors import MissingExtraError
 from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
 
-LOOK_SECONDS = 0.2  # from one look to the next whether the lighthouse that is to answer is still there
+LOOK_SECONDS = 0.2  # between checks that the lighthouse is still alive while a request waits
 REACH_SECONDS = 5.0
-OLDEST = (0, 2)  # of torchft: its major and minor version
+OLDEST = (0, 2)  # the oldest supported version of torchft: major, minor
 
 
 class LighthouseGoneError(Exception):
-    """The lighthouse's process has ended; a question that it had not answered is lost."""
+    """The lighthouse's process has ended; an unanswered request is lost."""
 
 
 class QuorumClient:
-    """Asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
+    """Asks the lighthouse for torchft's manager; records a quorum's members, not only its number.
 
-    A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
-    a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
+    A restarted lighthouse numbers its quorums from 1 again. By number alone, the manager would mistake a
+    quorum of other members for its current one, and find in the store, under that number, the addresses of
     processes that have ended.
 
     Raises:
-        LighthouseGoneError: The lighthouse has ended: a connection to it that carries nothing has broken.
+        LighthouseGoneError: The lighthouse has ended: an idle connection to it has broken.
     """
 
     def __init__(self, inner: Any, manager: Any, group: ConfiguredGroup, lighthouse: str) -> None:
@@ -51,7 +51,7 @@ class QuorumClient:
         return getattr(self._inner, name)
 
     def _quorum(self, *arguments: Any, **options: Any) -> Any:
-        # Before the question: a lighthouse that dies behind it is seen.
+        # Connect before the request, to notice if the lighthouse dies after it.
         self._connect()
         answer: Future[Any] = Future()
 
@@ -61,9 +61,9 @@ class QuorumClient:
             except Exception as error:
                 answer.set_exception(error)
 
-        # Nothing can break that call off. Left alone, it ends with the answer to the next question, which
-        # torchft's manager gives to all who wait, or at its timeout. (The manager's own retries, which it
-        # makes with quorum_retries, outlast the call: they would join a quorum for a member that trains.)
+        # Nothing can abort that call. It ends with the answer to the next request, which torchft's manager
+        # gives to all waiting calls, or at its timeout. (The manager's own retries, with quorum_retries,
+        # outlast the call: they would join a quorum for a member that is training.)
         threading.Thread(target=ask, name="thinwire_quorum", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
             if self._is_broken():
@@ -83,7 +83,7 @@ class QuorumClient:
         except ConnectionRefusedError as error:
             raise LighthouseGoneError("nothing listens at its address") from error
         except OSError:
-            return  # nothing is known: its machine or the network is gone, or only slow
+            return  # unknown: the machine or the network may be down, or only slow
         self._connection.setblocking(False)
 
     def _is_broken(self) -> bool:
@@ -101,15 +101,15 @@ class QuorumClient:
 
 
 class ConfiguredGroup:
-    """Torchft's process group as its manager configures it, whenever members are others."""
+    """Torchft's process group, which its manager configures again whenever members change."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.rank = self.size = 0
         self.quorum_id = -1
         self.num_configured = 0
-        self.address = ""  # at which the members of the last quorum have found each other in a store
-        # From the last known quorum, the same for all of its members.
+        self.address = ""  # the store address where the members of the last quorum have found each other
+        # From the last known quorum, the same on all of its members.
         self.members: list[str] = []
         self.max_step = 0
 
@@ -141,9 +141,9 @@ class NothingSentError(Exception):
 
 
 class StateTransport:
-    """Carries the state that a newcomer starts from over the members' own process group: no further port.
+    """Sends a newcomer's initial state over the members' own process group, without another port.
 
-    If there are too few members for an averaging, only that is sent: the same newcomer would be sent the same
+    If there are too few members for an averaging, only this fact is sent: the newcomer would receive the same
     state again at the next attempt.
     """
 
@@ -165,8 +165,8 @@ class StateTransport:
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         state = receive_state(self._group.transport(), src_rank, timeout.total_seconds())
         if state is None:
-            # Raised: else torchft would count this member among those who have the state. And as the sender
-            # says: this member's min_members may differ, for which it is refused only once they have met.
+            # Raise: otherwise torchft would count this member among those that have the state. Trust the
+            # sender: this member's min_members may differ, for which it is refused later.
             raise NothingSentError
         return state
 
@@ -179,7 +179,7 @@ def checked_version() -> str:
     try:
         found = version("torchft")
     except PackageNotFoundError:
-        return "nightly"  # that package has its own name, and is of today
+        return "nightly"  # the nightly package has its own name, and is recent
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
         raise MissingExtraError(
@@ -190,8 +190,8 @@ def checked_version() -> str:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    # It warns so at every change of members, if there is no NCCL, or one without a flight recorder. (A
-    # function of the module: however often it is added, a logger holds it once.)
+    # This warning comes at every change of members, if there is no NCCL, or one without a flight recorder.
+    # (A module-level function: a logger holds it only once, however often it is added.)
     return "NCCL flight recorder" not in record.getMessage()
 
 

@@ -1,4 +1,4 @@
-"""Members that find each other through torchft: its lighthouse, its manager, its process group."""
+"""Members that find each other through torchft's lighthouse, manager and process group."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ logger = logging.getLogger(__name__)
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
-LAUNCHER = "THINWIRE_LAUNCHER_PID"  # of `thinwire run`, which has started this process, or one before it
-MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
-ASKED = "THINWIRE_ASKED"  # of `thinwire run`: a folder where members that reach the lighthouse leave a file
+LAUNCHER = "THINWIRE_LAUNCHER_PID"  # the `thinwire run` that started this process or an ancestor
+MEMBER = "THINWIRE_MEMBER"  # this member's number under `thinwire run`, for scripts
+ASKED = "THINWIRE_ASKED"  # a folder of `thinwire run` where members that reach the lighthouse leave a file
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
 PAUSE_SECONDS = 1.0
-PATIENCE_SECONDS = 10.0  # before a member that waits says so
+PATIENCE_SECONDS = 10.0  # after this, a waiting member logs that it waits
 HEARTBEAT = timedelta(milliseconds=500)
-# Private attributes of its Manager, used here: the next version may lack them.
+# Private attributes of torchft's Manager that we use: the next version may lack them.
 PRIVATE = ("_client", "_quorum_future", "_quorum_id")
 
 
 class TorchftGroup(Group):
-    """A member of a group that is found through a torchft lighthouse.
+    """A member of a group whose members find each other through a torchft lighthouse.
 
-    The lighthouse knows who is alive and who takes part in an averaging; it carries no tensors. Start it
-    with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. What its ports, and this member's,
-    accept, and from whom, stands in `docs/elastic-faults.md`: all of it belongs into a private network.
+    The lighthouse knows which members are alive and which take part in an averaging; it carries no tensors.
+    Start it with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. Run everything in a private
+    network: `docs/elastic-faults.md` says what the ports of lighthouse and members accept, and from whom.
 
     After `init_process_group` the processes of that group are one member, and each makes this. Collective.
 
@@ -61,16 +61,16 @@ class TorchftGroup(Group):
         lighthouse: Its address, such as "http://10.0.0.1:29510"; None for the environment's
             `TORCHFT_LIGHTHOUSE`.
         min_members: An averaging needs at least this many; None for the environment's `THINWIRE_MIN_MEMBERS`,
-            or else 1. The lighthouse has a separate number, below which it forms no quorum.
-        timeout_seconds: How long a message may take, and with it all of the state that a newcomer is sent,
-            which is refused if it would take longer. A member that stands still for longer is left behind.
-        wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
-            than the time from one averaging to the next.
-        hostname: Under which the other members reach this one; None for the environment's
-            `THINWIRE_HOSTNAME`, or else this machine's.
-        process_group: A reconfigurable process group of torchft's, None for Gloo's.
-        name: Of this member, for the lighthouse's page.
-        options: `weigh_by` and `send_optimizer`, as of `Group`.
+            or else 1. The lighthouse has its own number, below which it forms no quorum.
+        timeout_seconds: How long a message may take, and also a newcomer's whole initial state, which is
+            refused if it would take longer. A member that does not respond within this time is dropped.
+        wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Choose
+            more than the time from one averaging to the next.
+        hostname: The name under which the other members reach this one; None for the environment's
+            `THINWIRE_HOSTNAME`, or else this machine's name.
+        process_group: A reconfigurable torchft process group, None for Gloo's.
+        name: This member's name on the lighthouse's page.
+        options: `weigh_by` and `send_optimizer`, as in `Group`.
 
     Raises:
         ConfigError: An argument is wrong, or there is no address.
@@ -103,7 +103,7 @@ class TorchftGroup(Group):
                 f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
             )
         torchft = torchft_module("torchft")
-        # The other processes of this member wait in it for the first one, which may wait long for others.
+        # In this group the member's other processes wait for the first one, which may wait long for members.
         self.inside = processes_of_job(self.wait_seconds + float(timeout_seconds))
         self.kind = f"torchft {checked_version()}"
         self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
@@ -112,9 +112,9 @@ class TorchftGroup(Group):
         self._group = ConfiguredGroup(inner)
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
         launcher = os.environ.get(LAUNCHER)
-        # Its own processes end with it; a program in between need not tell the processes that it has started.
+        # `thinwire run` ends its own children, but not those of a program in between: they check themselves.
         try:
-            with suppress(PermissionError):  # it runs, and belongs to a different user
+            with suppress(PermissionError):  # the launcher runs, but belongs to a different user
                 if launcher is not None:
                     os.kill(int(launcher), 0)
         except ProcessLookupError:
@@ -123,21 +123,21 @@ class TorchftGroup(Group):
                 "this one. Start thinwire run again"
             ) from None
         self._manager: Any = None
-        self.address = ""  # at which the members of the last quorum have found each other in a store
+        self.address = ""  # the store address where the members of the last quorum have found each other
         if self.inside.rank == 0:
             self._open(torchft, host, f"{host}-{os.getpid()}" if name is None else name)
 
     def _open(self, torchft: Any, host: str, name: str) -> None:
         """Start torchft's manager, which finds the other members."""
-        # For this member alone: torchft announces itself in it, and joins a quorum's members through that of
-        # one of them.
+        # This member's own store: torchft publishes its address in it, and connects a quorum's members
+        # through the store of one of them.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         try:
             self._manager = torchft.Manager(
                 pg=self._group,
-                # Only noted: it is looked at when all members have agreed, and by the caller's thread.
+                # Only stored: the caller's thread loads it, after all members have agreed.
                 load_state_dict=partial(setattr, self, "received"),
-                state_dict=lambda: self.provide(),  # noqa: PLW0108 - it is set after this
+                state_dict=lambda: self.provide(),  # noqa: PLW0108 - it is set later
                 min_replica_size=1,
                 use_async_quorum=False,
                 timeout=self._timeout,
@@ -166,7 +166,7 @@ class TorchftGroup(Group):
                 f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
         if folder := os.environ.get(ASKED):
-            with suppress(OSError):  # the command has ended, and does not ask any more
+            with suppress(OSError):  # `thinwire run` has ended and no longer looks
                 Path(folder, name).touch()
         client = QuorumClient(self._manager._client, self._manager, self._group, self._lighthouse)
         self._client = self._manager._client = client
@@ -183,9 +183,9 @@ class TorchftGroup(Group):
             said.cancel()
         failed = self._manager.errored()
         cause = None if failed is None else failed.original_exception
-        if isinstance(cause, StateError):  # of this member itself: no other quorum would help
+        if isinstance(cause, StateError):  # this member's own error: another quorum would not help
             raise cause
-        # Too few for an averaging, and joined nevertheless: the members themselves find that out, all alike.
+        # Too few members for an averaging are connected anyway: the members all find that out themselves.
         is_joined = cause is None or isinstance(cause, NothingSentError)
         if not is_joined or self._group.size == 0:
             raise CommunicationError(
@@ -197,11 +197,11 @@ class TorchftGroup(Group):
         self.transport.transport = self._group.transport()
 
     def _ask(self, give_up_at: float) -> None:
-        """Ask the lighthouse who takes part, until it answers; torchft's manager joins them."""
-        # If a lighthouse dies while it is asked, torchft's manager never says so: no answer comes. If
-        # the connection breaks, it is asked again at once. It does not if the machine or network is gone: so
-        # what takes long is asked for again, too. But each question starts the lighthouse's grace for
-        # stragglers again: the time doubles, and becomes longer than that, however long that is.
+        """Ask the lighthouse for a quorum until it answers; torchft's manager connects its members."""
+        # If a lighthouse dies during a request, torchft's manager never reports it: no answer comes. If the
+        # connection breaks, ask again immediately. It does not break if the machine or network is down: so
+        # also ask again when an answer takes long. But each request restarts the lighthouse's grace period
+        # for stragglers: so the time to the next request doubles, until it exceeds any grace period.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             try:
@@ -209,7 +209,7 @@ class TorchftGroup(Group):
                 self._manager.start_quorum(timeout=min(patience, left))
                 return
             except (RuntimeError, TimeoutError, LighthouseGoneError) as error:
-                # It would raise the same error at the next call, too, before it asks.
+                # Otherwise the next call would raise the same error before it asks.
                 self._manager._quorum_future = None
                 if time.monotonic() >= give_up_at:
                     raise CommunicationError(
@@ -229,7 +229,7 @@ class TorchftGroup(Group):
 
     def commit(self, committed: bool) -> None:
         if not committed:
-            # At once, so that the others' messages fail as well, and no one waits until they time out.
+            # Immediately, so that the others' messages fail as well, instead of timing out.
             self._group.abort()
             self._manager.report_error(CommunicationError("the averaging failed"))
         counted = self._manager.current_step() + committed
@@ -238,8 +238,8 @@ class TorchftGroup(Group):
         except (RuntimeError, TimeoutError) as error:
             logger.warning("torchft's manager has not taken note of an averaging: %s", error)
         if self._manager.current_step() != counted:
-            # The members' last message has decided, and torchft only counts: with a different count than the
-            # others' this member would be sent a model that it holds, or send them one.
+            # The members' last message has decided; torchft only counts. With another count than the others,
+            # this member would receive a model that it already has, or send them one.
             self.reset(counted)
 
     def reset(self, commits: int = 0) -> None:
@@ -251,10 +251,10 @@ class TorchftGroup(Group):
     def join_local_rank(
         self, address: str, rank: int, size: int, are_new: Sequence[bool]
     ) -> Mapping[str, Any] | None:
-        """Join those of one local rank in other members; return what this one starts from, if new."""
+        """Connect to this local rank's processes in other members; return the initial state, if new."""
         try:
             self._group.inner.configure(address, "", rank, size)
-        except Exception as error:  # torchft raises what it likes
+        except Exception as error:  # torchft raises all kinds of errors
             raise CommunicationError(
                 f"the processes of this local rank in other members could not be joined: {error}"
             ) from error
@@ -270,9 +270,9 @@ class TorchftGroup(Group):
         if self._manager is None:
             self._group.abort()
             return
-        # The manager first: once its heartbeat has stopped no one counts on this member when its messages
-        # break off. With the group end Gloo's threads: left to the interpreter's end, one that still holds a
-        # Python object could abort the process.
+        # The manager first: once its heartbeat has stopped, no member expects messages from this one.
+        # Aborting the group ends Gloo's threads: at interpreter exit, a thread that still holds a Python
+        # object could abort the process.
         self._manager.shutdown(wait=False)
         self._group.abort()
         self._client.close()
