@@ -23,6 +23,7 @@ from thinwire.local_sgd.groups.torchft_group import (
 )
 
 LOOPBACK = "127.0.0.1"
+HEARTBEAT_TIMEOUT_MS = 5_000  # as torchft_lighthouse: a member that is silent for so long is lost
 JOIN_TIMEOUT_MS = 60_000  # as torchft_lighthouse: a member that comes 0.1 s late would be left behind
 
 
@@ -180,7 +181,10 @@ class ElasticJob(Job):
             # One member is enough to it: how many an averaging needs, they see to themselves, and one that is
             # asked to leave learns that it is alone. In this process: it ends with it, whatever ends that.
             server = self._torchft.LighthouseServer(
-                bind=f"{self._host}:{self._port}", min_replicas=1, join_timeout_ms=JOIN_TIMEOUT_MS
+                bind=f"{self._host}:{self._port}",
+                min_replicas=1,
+                join_timeout_ms=JOIN_TIMEOUT_MS,
+                heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
             )
         except RuntimeError as error:
             raise ConfigError(
