@@ -18,11 +18,12 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from processes import Process, context, end, end_with, enter, finish, process
+from processes import Process, context, end, enter, finish, print_stacks, process
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_PACKAGE = str(Path(__file__).with_name("without_package.py"))
@@ -146,7 +147,8 @@ def started_python(
 ) -> Iterator[Running]:
     """Start what `run_python` runs, in its own session as on a terminal; it ends with the block.
 
-    `stdout` and `stderr` are files to print to, instead of pipes.
+    `stdout` and `stderr` are files to print to, instead of pipes. A test that fails shows what is in the
+    latter, with the stacks of all that still runs.
     """
     (out, its_out), (err, its_err) = (context().Pipe(duplex=False) for _ in range(2))
     with out, err, open(os.dup(out.fileno())) as read_out, open(os.dup(err.fileno())) as read_err:
@@ -157,6 +159,10 @@ def started_python(
             running.start()
         try:
             yield Running(running, read_out, read_err)
+        except BaseException:
+            print_stacks([running])
+            sys.stderr.write("" if stderr is None else Path(stderr).read_text())
+            raise
         finally:
             end([running])
 
@@ -230,16 +236,18 @@ def stand_ins() -> Iterator[list[str]]:
 
 def _fork_when_asked(listener: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    server, only_here = os.pipe()  # so it is closed when this process has ended
     while True:
         stand_in, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _stand_for(stand_in)
+            os.close(only_here)
+            _stand_for(stand_in, server)
         stand_in.close()
 
 
-def _stand_for(stand_in: socket.socket) -> None:
-    """Run what stand_in.py asks for at the other end, as long as that lives, and tell it how that ended."""
+def _stand_for(stand_in: socket.socket, server: int) -> None:
+    """Run what stand_in.py asks for at the other end, as long as both live, and tell it how that ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, (its_in, its_out, its_err), _, _ = socket.recv_fds(stand_in, 4, 3)
     request = stand_in.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
@@ -250,8 +258,7 @@ def _stand_for(stand_in: socket.socket) -> None:
         own, its = f"/proc/self/ns/{kind}", f"/proc/{pid}/ns/{kind}"
         if os.path.exists(its) and os.readlink(its) != os.readlink(own):
             enter(its)
-    # Nothing is sent: it becomes readable when it is closed.
-    threading.Thread(target=end_with, args=(stand_in,), daemon=True).start()
+    threading.Thread(target=_listen_to, args=(stand_in, server), daemon=True).start()
     os.environ.clear()
     os.dup2(its_in, 0)
     os.close(its_in)
@@ -259,3 +266,10 @@ def _stand_for(stand_in: socket.socket) -> None:
     code = become(command, environment, Connection(its_out), Connection(its_err), Path(cwd))
     stand_in.sendall(bytes([code]))
     os._exit(code)
+
+
+def _listen_to(stand_in: socket.socket, server: int) -> None:
+    """Print all stacks if this process's counterpart is asked for them; end with it, or with the server."""
+    while server not in connection.wait([stand_in, server]) and stand_in.recv(1):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os._exit(1)

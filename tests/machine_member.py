@@ -27,7 +27,7 @@ from thinwire.comm.metered import Wrapped
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
 from thinwire.tensors.layout import local_tensor
 
-EVERY_STEPS = 4
+EVERY_STEPS = 2
 
 
 def die() -> None:
@@ -110,7 +110,7 @@ def train(
 ) -> None:
     path = Path(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    group = TorchftGroup(timeout_seconds=5, wait_seconds=60, name=f"member{member}", hostname="127.0.0.1")
+    group = TorchftGroup(timeout_seconds=3, wait_seconds=60, name=f"member{member}", hostname="127.0.0.1")
     if dies_at is not None and rank == 0 and '"joined"' not in path.read_text():
         group.transport = Deadly(group.transport, *dies_at)
     # Each process its own at first: DDP takes the first one's.
@@ -134,7 +134,7 @@ def train(
             loss = (model(inputs) - (inputs @ target).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            time.sleep(0.05)  # or those that wait for a member to come back would work all the time
+            time.sleep(0.1)  # or those that wait for a member to come back would work all the time
             local.step() if averages_gradients else optimizer.step()
             if local.steps == saves_at:
                 checkpoint.save(local.state_dict(), file)

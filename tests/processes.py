@@ -16,9 +16,10 @@ every process in milliseconds. Each ends when the process that asked for it ends
 
 When a test fails:
 
-- A failure in a process of `spawn` shows its rank and traceback; one that hangs shows the stacks of all.
-- A script that hangs is ended; its `stderr` has the stacks of all its threads. `kill -USR1 PID` prints them
-  at any time, of every process that this file starts.
+- What processes print is shown with the test that has started them.
+- The first failure in a process of `spawn` shows its rank and traceback; if one hangs, all show their stacks.
+- A script that hangs is ended; its `stderr` has the stacks of all its threads, and of what a launcher has
+  started. `kill -USR1 PID` prints them at any time, of every process that this file starts.
 - A test whose timeout strikes ends with its name and stacks, those of its pool included.
 - Run it alone with `-n 0 -s`: what its processes print is then on the terminal. `breakpoint()` works in the
   test, not in its processes: there, write `faulthandler.dump_traceback_later(20)`.
@@ -48,7 +49,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import update_wrapper
 from importlib import import_module
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, reduction, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -83,7 +84,21 @@ def context() -> Any:
 
 def process(body: Callable[..., None], *args: Any, namespaces: Sequence[str] = ()) -> Process:
     """Return a process, not started, that runs `body(*args)` within Linux's namespaces of these files."""
-    return context().Process(target=_begin, args=(dict(os.environ), namespaces, body, args), daemon=True)
+    started_with = (_Outputs(), dict(os.environ), namespaces, body, args)
+    return context().Process(target=_begin, args=started_with, daemon=True)
+
+
+class _Outputs:
+    """This process's output and errors, which a new process takes: pytest shows both with the test."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return _take_outputs, (reduction.DupFd(1), reduction.DupFd(2))
+
+
+def _take_outputs(*outputs: Any) -> None:
+    for number, output in enumerate(outputs, 1):
+        os.dup2(opened := output.detach(), number)
+        os.close(opened)
 
 
 def enter(path: str) -> None:
@@ -94,7 +109,11 @@ def enter(path: str) -> None:
 
 
 def _begin(
-    environment: dict[str, str], namespaces: Sequence[str], body: Callable[..., None], args: tuple[Any, ...]
+    _: None,
+    environment: dict[str, str],
+    namespaces: Sequence[str],
+    body: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     # The server's modules are no garbage: to look at a million objects would copy their pages.
     gc.freeze()
@@ -116,11 +135,24 @@ def end_with(other: Any) -> None:
 
 
 def print_stacks(processes: Sequence[Process]) -> None:
-    """Let processes print the stacks of all their threads."""
-    alive = [each for each in processes if each.is_alive()]
-    for each in alive:
-        os.kill(each.pid, signal.SIGUSR1)
-    time.sleep(0.5 if alive else 0)
+    """Let processes, and those that they have started, print the stacks of all their threads."""
+    started = [pid for process in processes if process.is_alive() for pid in processes_of(process.pid)]
+    asked = [pid for pid in started if _catches(pid, signal.SIGUSR1)]  # others it would end
+    for pid in asked:
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5 if asked else 0)
+
+
+def processes_of(parent: int) -> list[int]:
+    """Return a process and those that it has started, and these, as Linux tells."""
+    tasks = Path(f"/proc/{parent}/task").glob("*/children")
+    children = [child for task in tasks for child in task.read_text().split()]
+    return [parent, *[pid for child in children for pid in processes_of(int(child))]]
+
+
+def _catches(pid: int, number: int) -> bool:
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 class WorkerFailed(Exception):  # noqa: N818 (it reports a failure, it is not one of ours)
@@ -141,8 +173,9 @@ class Pool:
         self._processes = [
             process(_serve, rank, world_size, str(self._folder), end) for rank, end in enumerate(theirs)
         ]
-        for each in self._processes:
-            each.start()
+        for process_, end in zip(self._processes, theirs, strict=True):
+            process_.start()
+            end.close()  # so that it ends for us with the process
         self.collect(60.0)
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
@@ -164,18 +197,22 @@ class Pool:
 
     def collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
-        results: list[Any] = []
+        results: list[Any] = [None] * self.world_size
+        waited_for = {end: rank for rank, end in enumerate(self._ends)}
         try:
-            for rank, (each, end) in enumerate(zip(self._processes, self._ends, strict=True)):
-                ready = connection.wait([end, each.sentinel], max(0.0, deadline - time.monotonic()))
-                try:
-                    ok, value = pickle.loads(end.recv_bytes() if end in ready else b"")
-                except EOFError:
-                    how = "ended" if ready else f"hung for {timeout_seconds} s"
-                    raise WorkerFailed(f"process {rank} {how}\n{self._stacks()}") from None
-                if not ok:
-                    raise WorkerFailed(f"process {rank} of {self.world_size} failed\n{value}")
-                results.append(value)
+            while waited_for:
+                ready = connection.wait(list(waited_for), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    ranks = ", ".join(map(str, waited_for.values()))
+                    raise WorkerFailed(f"process {ranks} hung for {timeout_seconds} s\n{self._stacks()}")
+                for end in ready:
+                    rank = waited_for.pop(end)
+                    try:
+                        ok, results[rank] = pickle.loads(end.recv_bytes())
+                    except EOFError:
+                        raise WorkerFailed(f"process {rank} ended\n{self._stacks()}") from None
+                    if not ok:  # the first one: for it others may wait in vain
+                        raise WorkerFailed(f"process {rank} of {self.world_size} failed\n{results[rank]}")
         except BaseException as error:
             # A test's own timeout strikes here as well: answers that come later would be the next test's.
             try:

@@ -2,13 +2,14 @@
 
 `python stand_in.py SOCKET script arguments…` hands its input, output, environment, working directory and
 network to the process that listens on the socket (`stand_ins`), which forks one to run the script. That one
-ends when this one does, and this one as that one did.
+ends when this one does, and this one as that one did; asked for its stacks (SIGUSR1), this one asks that one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -18,5 +19,6 @@ if __name__ == "__main__":
         told = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
         socket.send_fds(connection, [len(told).to_bytes(4, "little")], [0, 1, 2])
         connection.sendall(told)
+        signal.signal(signal.SIGUSR1, lambda *_: connection.send(b"?"))
         code = connection.recv(1)
     os._exit(code[0] if code else 1)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from commands import EXAMPLES, TOLD, Running, stand_ins, started_python
+from processes import processes_of
 
 STEP = re.compile(r"step (\d+), process (\d+) of (\d+): loss (\d+\.\d+)")
 SAVE_EVERY, STEPS, LOST_AT = 5, 60, 22
@@ -28,21 +29,15 @@ def agent(
     They meet by a file: what torchrun finds there, it loads as a pickle, and a store that many machines can
     reach would listen on all addresses. By default torchrun gives every restart the same store, in which Gloo
     finds addresses of dead processes. The first to come waits for the other for `last_call_seconds`. One is
-    taken for lost 10 seconds after its last sign of life, so that a busy computer is not.
+    taken for lost 5 seconds after its last sign of life, so that a busy computer is not.
     """
     command = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
     command += ["--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job", f"--local-addr={address}"]
-    alive = "keep_alive_interval=1,keep_alive_max_attempt=10"
+    alive = "keep_alive_interval=1,keep_alive_max_attempt=5"
     command += [f"--rdzv-endpoint={store}"]
     command += [f"--rdzv-conf=store_type=file,last_call_timeout={last_call_seconds},{alive}"]
     settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return started_python(*command, *launch, environment=settings, stdout=log, stderr=log)
-
-
-def processes_of(parent: int) -> list[int]:
-    """A process and those that it has started."""
-    started = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [parent, *[each for child in started for each in processes_of(int(child))]]
 
 
 def is_running(process_id: int) -> bool:
@@ -52,10 +47,10 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-def wait_until(happened: Callable[[], bool], log: Path) -> None:
+def wait_until(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while not happened():
-        assert time.monotonic() < deadline, log.read_text()
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -74,18 +69,18 @@ def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path
         )
         # Who comes first decides how long the second is waited for; who comes second completes the job.
         # An agent writes the key when it starts, and again when it has come.
-        wait_until(lambda: store.read_bytes().count(b"torch.rendezvous.job") > 1, other_log)
+        wait_until(lambda: store.read_bytes().count(b"torch.rendezvous.job") > 1)
         staying = opened.enter_context(
             agent(store, log, [*stand_in, *script], address="127.0.0.1", last_call_seconds=1)
         )
         try:
-            wait_until(lambda: f"step {LOST_AT}," in log.read_text(), log)
+            wait_until(lambda: f"step {LOST_AT}," in log.read_text())
             lost = processes_of(leaving.pid)
             everyone = [*processes_of(staying.pid), *lost]
             assert len(lost) == 3
             for process_id in lost:
                 os.kill(process_id, signal.SIGKILL)
-            assert staying.wait(LIMIT_SECONDS) == 0, log.read_text()
+            assert staying.wait(LIMIT_SECONDS) == 0
         finally:
             for machine in filter(is_running, (staying.pid, leaving.pid)):
                 for process_id in processes_of(machine):

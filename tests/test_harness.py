@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import NoReturn
@@ -13,8 +14,8 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from commands import run_python, started_python
-from processes import Spawn, WorkerFailed
+from commands import become, run_python, stand_ins, started_python
+from processes import Spawn, WorkerFailed, end, print_stacks, process, processes_of
 from test_elastic import is_running
 
 HERE = Path(__file__).parent
@@ -86,14 +87,55 @@ def test_a_test_that_hangs_in_c_ends_within_its_timeout(tmp_path: Path) -> None:
 def test_processes_that_hang_show_their_stacks() -> None:
     spawn = Spawn()
     try:
+        spawn(1, hang_here, 0)  # it has imported this module
         with pytest.raises(WorkerFailed, match=r"process 0 hung for 0.2 s(.|\n)*in hang_here"):
-            spawn(1, hang_here, timeout_seconds=0.2)
+            spawn(1, hang_here, 100, timeout_seconds=0.2)
     finally:
         spawn.close()
 
 
-def hang_here() -> None:
-    time.sleep(100)
+def hang_here(seconds: int) -> None:
+    time.sleep(seconds)
+
+
+def test_the_first_failure_is_shown_at_once_though_others_wait_for_that_process() -> None:
+    spawn = Spawn()
+    try:
+        with pytest.raises(WorkerFailed, match=r"process 1 of 2 failed(.|\n)*ZeroDivisionError"):
+            spawn(2, fail_on_the_second)
+    finally:
+        spawn.close()
+
+
+def fail_on_the_second() -> None:
+    dist.get_rank() != 1 or 1 // 0
+    dist.new_group()  # in which the first waits in C++, for half an hour
+
+
+def test_what_a_launcher_has_started_shows_its_stacks_and_ends(tmp_path: Path) -> None:
+    script, begun = tmp_path / "script.py", tmp_path / "begun"
+    script.write_text(f"import os, time\nos.symlink(str(os.getpid()), {str(begun)!r})\ntime.sleep(600)\n")
+    errors = tmp_path / "errors"
+    with stand_ins() as stand_in:
+        launch = f"import subprocess, sys\nsubprocess.run([sys.executable, *{[*stand_in, str(script)]}])"
+        started = process(become, ["-u", "-c", launch], {}, str(errors), str(errors), tmp_path)
+        started.start()
+        try:
+            wait_for(begun.is_symlink)
+            running = [*processes_of(started.pid), int(os.readlink(begun))]
+            print_stacks([started])
+            wait_for(lambda: "subprocess.py" in errors.read_text() and str(script) in errors.read_text())
+        finally:
+            end([started])
+    assert len(running) == 3
+    wait_for(lambda: not any(map(is_running, running)))
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("text", [WAITING, IMPORTING], ids=["waiting", "importing"])
@@ -105,10 +147,7 @@ def test_processes_end_with_the_one_that_started_them(text: str, tmp_path: Path)
         started = int(parent.stdout.readline())
         assert is_running(started)
         parent.kill()
-    deadline = time.monotonic() + 60
-    while is_running(started) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_running(started)
+    wait_for(lambda: not is_running(started))
 
 
 def test_a_pool_that_was_interrupted_gives_no_late_answers(monkeypatch: pytest.MonkeyPatch) -> None:

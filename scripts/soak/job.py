@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import learner
-from processes import Process, process
+from processes import Process, print_stacks, process
 from thinwire.lab import Network
 
 PATIENCE_SECONDS = 60.0
@@ -176,7 +176,9 @@ class Job:
     def wait(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, "\n".join(map(str, self.told()[-30:]))
+            if time.monotonic() > deadline:
+                print_stacks([process for member in self.processes for process in member.processes])
+                raise AssertionError("\n".join(map(str, self.told()[-30:])))
             time.sleep(0.02)
 
     def wait_for_averagings(self, member: int, number: int = 2) -> None:

@@ -23,6 +23,7 @@ from thinwire.local_sgd.groups.torchft_group import (
 )
 
 LOOPBACK = "127.0.0.1"
+HEARTBEAT_TIMEOUT_MS = 5_000  # torchft_lighthouse's value; a member that is silent this long is dropped
 JOIN_TIMEOUT_MS = 60_000  # torchft_lighthouse's value; a short one would drop a member that is 0.1 s late
 
 
@@ -180,7 +181,10 @@ class ElasticJob(Job):
             # It needs one member only: members check for themselves whether there are enough, and one that is
             # asked to leave must learn that it is alone. It runs in this process, to end with it in any case.
             server = self._torchft.LighthouseServer(
-                bind=f"{self._host}:{self._port}", min_replicas=1, join_timeout_ms=JOIN_TIMEOUT_MS
+                bind=f"{self._host}:{self._port}",
+                min_replicas=1,
+                join_timeout_ms=JOIN_TIMEOUT_MS,
+                heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
             )
         except RuntimeError as error:
             raise ConfigError(

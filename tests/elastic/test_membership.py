@@ -630,16 +630,18 @@ def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
         raise AssertionError("the step has raised")
 
 
-def test_work_weighs_changes() -> None:
+def test_work_weighs_changes_and_counts_in_one_averaging_alone() -> None:
     class Weighed(LocalSGD):
         def _after_own_step(self) -> None:
-            self.count_work(1 + 3 * self._membership.group.transport.rank)
+            has_done_most = self._membership.group.transport.rank == self.steps // EVERY
+            self.count_work(4 if has_done_most else 1)
             super()._after_own_step()
 
-    run = Run([0, 0], steps=2, kind=Weighed, algorithm=AllReduce(), weigh_by="work")
-    first, second = (run.put_in[0][member][1] for member in range(2))
-    moved = run.models[2, 0].double() - run.models[0, 0].double()
-    torch.testing.assert_close(moved, (first + 4 * second) / 5, rtol=1e-5, atol=1e-6)
+    run = Run([0, 0], steps=2 * EVERY, kind=Weighed, algorithm=AllReduce(), weigh_by="work")
+    models = [run.models[steps, 0].double() for steps in range(0, 3 * EVERY, EVERY)]
+    for turn, weights in enumerate([(4, 1), (1, 4)]):
+        mean = sum(weights[member] * run.put_in[turn][member][1] for member in range(2)) / 5
+        torch.testing.assert_close(models[turn + 1] - models[turn], mean, rtol=1e-5, atol=1e-6)
 
 
 def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import runpy
 import sys
 
@@ -13,3 +14,4 @@ if __name__ == "__main__":
     watch_built(DistributedDataParallel)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    atexit._run_exitfuncs()  # a forked process ends without

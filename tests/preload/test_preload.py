@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -38,12 +39,15 @@ def weights(printed: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) -> None:
-    """The line that users type, and Pythons as they are: all other tests fork the script's processes."""
+    """The line that users type, and rank 0 is a Python as it is: all others are forked."""
     folder, watch = tmp_path / "c", tmp_path / "w"
     options = ["--algorithm", TOLD, "--watch", str(watch), "--checkpoint", str(folder)]
     torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     with stand_ins() as stand_in:
-        command = [sys.executable, "-S", *stand_in, *torchrun, str(SCRIPT)]
+        as_it_is = f'test "$RANK" = 0 && exec {shlex.join([sys.executable, str(SCRIPT)])}'
+        forked = shlex.join([sys.executable, "-S", *stand_in, str(FORKED), str(SCRIPT)])
+        ranks = ["--no-python", "sh", "-c", f"{as_it_is}; exec {forked}"]
+        command = [sys.executable, "-S", *stand_in, *torchrun, *ranks]
         ended = run_python("thinwire", "attach", *options, "--", *command, timeout_seconds=240)
     assert ended.returncode == 0, ended.stderr
     assert weights(ended.stdout) == weights(run("attach"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import cycle
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +19,7 @@ from thinwire.comm import InProcessTransport
 from thinwire.errors import CommunicationError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
+from thinwire.sync import engine_of
 from thinwire.sync.partition import Partitioner
 
 Buckets = Sequence[tuple[ParameterSpec, ...]]
@@ -138,6 +140,21 @@ def test_results_plus_residual_are_the_sum_of_true_means_over_every_change(entry
             run(range(7, 9))
     gap = true - sent - errors(sim)
     assert gap.norm() <= max(entry.tolerance, 1e-5) * true.norm()
+
+
+def test_a_residual_that_is_taken_is_its_mean_over_the_machine_and_can_be_put_back() -> None:
+    sim = machines(Quantize(bits=2, error_feedback=True), LAYERS)
+    sim.step(random_gradients(sim.buckets, num_workers=4, seed=0))
+    names = [each.name for bucket in LAYERS for each in bucket]
+    expected, states = errors(sim), [engine_of(sync).state for sync in sim.syncs]
+    taken = [{name: cast(torch.Tensor, state.take_error(name)) for name in names} for state in states]
+    flat = torch.stack([torch.cat([*each.values()]) for each in taken]).double()
+    torch.testing.assert_close(flat.mean(0), expected)
+    assert not any(state.error_norm() for state in states)
+    for state, of_process in zip(states, taken, strict=True):
+        for name, error in of_process.items():
+            state.put_error(name, error)
+    torch.testing.assert_close(errors(sim), expected)
 
 
 @one_of_each_kind
