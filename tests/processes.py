@@ -82,7 +82,7 @@ def context() -> Any:
     return found
 
 
-def process(body: Callable[..., None], *args: Any, namespaces: Sequence[str] = ()) -> Process:
+def process(body: Callable[..., object], *args: Any, namespaces: Sequence[str] = ()) -> Process:
     """Return a process, not started, that runs `body(*args)` within Linux's namespaces of these files."""
     started_with = (_Outputs(), dict(os.environ), namespaces, body, args)
     return context().Process(target=_begin, args=started_with, daemon=True)
@@ -201,7 +201,7 @@ class Pool:
         waited_for = {end: rank for rank, end in enumerate(self._ends)}
         try:
             while waited_for:
-                ready = connection.wait(list(waited_for), max(0.0, deadline - time.monotonic()))
+                ready: list[Any] = connection.wait(list(waited_for), max(0.0, deadline - time.monotonic()))
                 if not ready:
                     ranks = ", ".join(map(str, waited_for.values()))
                     raise WorkerFailed(f"process {ranks} hung for {timeout_seconds} s\n{self._stacks()}")
