@@ -1,4 +1,4 @@
-"""Checks of single settings: the value comes back, or an error that says what was got and expected."""
+"""Checks of single settings: return the value, or raise an error that says what was got and expected."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def shown(value: object) -> str:
 
 
 def whole_number(name: str, value: object, *, minimum: int, error: type[ThinwireError] = ConfigError) -> int:
-    """Return a value as an int, if it is one of at least `minimum`.
+    """Return a value as an int, if it is an integer of at least `minimum`.
 
-    NumPy's integers are taken; True and False are not.
+    NumPy's integers are accepted; True and False are not.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise error(f"{name} must be a whole number of at least {minimum}, got {value!r}")
@@ -32,14 +32,14 @@ def whole_number(name: str, value: object, *, minimum: int, error: type[Thinwire
 
 
 def whole_count(name: str, value: object, *, minimum: int) -> int:
-    """Return a count of steps or bytes as an int: as `whole_number`, but 1e3 is taken, too."""
+    """Return a count of steps or bytes as an int: like `whole_number`, but 1e3 is accepted, too."""
     if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
         value = int(float(value))
     return whole_number(name, value, minimum=minimum)
 
 
 def processes_here(name: str, value: object, *, minimum: int) -> int:
-    """Return how many processes to start here: as `whole_number`, but not more than the machine bears."""
+    """Return how many processes to start: like `whole_number`, but at most what the machine can run."""
     count, most = whole_number(name, value, minimum=minimum), PROCESSES_PER_CORE * cores()
     if count > most:
         raise ConfigError(
@@ -65,14 +65,14 @@ def number(name: str, value: object, *, minimum: float) -> float:
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """Return a value as a bool, if it equals True or False: NumPy's own, 1 and 0 as well."""
+    """Return a value as a bool, if it equals True or False, including NumPy's bools, 1 and 0."""
     if not isinstance(value, Hashable) or value not in {True, False}:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
 def checked_scaler(grad_scaler: object) -> GradScaler | None:
-    """Return the scaler, or None as it is."""
+    """Return the scaler, or None; raise for anything else."""
     if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
         raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {shown(grad_scaler)}")
     return grad_scaler

@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 
 class Aggregator(ABC):
-    """Averages gradients over processes; your own may derive from it."""
+    """Averages gradients over processes; derive your own from it."""
 
     @abstractmethod
     def aggregate(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the (approximate) mean gradients; what is not sent stays in the input, zeros if nothing."""
+        """Return the (approximate) mean gradients; leave in the input what was not sent, zeros if nothing."""
 
 
 class Config(NamedTuple):
     """Settings of `PowerSGD`, with the reference's names and defaults.
 
     Attributes:
-        rank: Matrix rank of the factors; lower is fewer bytes.
-        min_compression_rate: A matrix is compressed only if its elements are more than this times
+        rank: Matrix rank of the factors; lower sends fewer bytes.
+        min_compression_rate: A matrix is compressed only if it has more elements than this times
             0.5 · num_iters_per_step · rank · sum(shape), with a rank of at most the smallest size in the
-            shape: for a matrix the elements sent in a step, for a convolution fewer, as with the reference.
-            (Gradients of 16 bits, whose factors have 32, count half. With a rate of 1 or more, gradients that
-            would not shrink all together travel uncompressed.)
-        num_iters_per_step: Rounds per step. Each sends one factor of what the ones before left over,
-            left and right in turn, and their results add up.
+            shape. For a matrix that product is the elements sent in a step; for a convolution it is fewer, as
+            in the reference. (16-bit gradients, whose factors have 32, count half. With a rate of 1 or more,
+            gradients that would not shrink as a whole are sent uncompressed.)
+        num_iters_per_step: Rounds per step. Each sends one factor of what earlier rounds left over, left and
+            right in turn, and their results add up.
         start_compressing_after_num_steps: Steps at the start that average uncompressed gradients.
     """
 
@@ -55,7 +55,7 @@ class Config(NamedTuple):
 
 
 class AggregatorOptions(StepOptions, total=False):
-    """Options that aggregators over all of a model's parameters take by name."""
+    """Keyword options of aggregators over all of a model's parameters."""
 
     process_group: dist.ProcessGroup | None
     grad_scaler: GradScaler | None
@@ -66,23 +66,23 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
     """Averages gradients by any of Thinwire's algorithms, such as `thinwire.Quantize(bits=4)`.
 
     Args:
-        params: The model's parameters, in an order that is the same in every run: saved state knows them by
-            their position.
+        params: The model's parameters, in the same order in every run: saved state identifies them by
+            position.
         algorithm: How gradients become their mean over the group.
         options: All by name.
-            `process_group`: None for the default one; without any, this process is the only worker.
+            `process_group`: None for the default one; if there is none, this process is the only worker.
             `grad_scaler`: The `GradScaler` that scales the loss, if there is one. The residual is then kept
             in unscaled units, and `optimizer_step` steps through the scaler.
-            `host_check`: As of `thinwire.attach`, but True by default. Without it `optimizer_step` can't skip
-            a step that is not finite: give a `GradScaler`, which does, or "zero" for the means.
-            `on_nonfinite`: What `aggregate` returns if a mean is not finite: NaN, or zeros ("zero"); with
-            "raise" both raise `NonfiniteError`. Otherwise `optimizer_step` skips the step, on all processes;
-            with "nan" only if the algorithm keeps a residual: else only a `GradScaler` looks at the means.
-            `machines`: As of `thinwire.attach`, but False by default, as with the reference.
-            `weight`: As of `thinwire.attach`. A direct `aggregate` then leaves zeros in its input, and keeps
-            the residual here.
+            `host_check`: As in `thinwire.attach`, but True by default. If False, `optimizer_step` can't skip
+            a step that is not finite: pass a `GradScaler`, which can, or use "zero".
+            `on_nonfinite`: What `aggregate` returns if a mean is not finite: NaN, or zeros ("zero").
+            `optimizer_step` then skips the step on all processes; with "nan" only if the algorithm keeps a
+            residual: otherwise only a `GradScaler` checks. With "raise" both raise `NonfiniteError`.
+            `machines`: As in `thinwire.attach`, but False by default, as in the reference.
+            `weight`: As in `thinwire.attach`. A direct `aggregate` then leaves zeros in its input, and the
+            residual stays in memory.
 
-    A direct `aggregate` leaves the residual in its input, to be added in full to what comes next: the
+    A direct `aggregate` leaves the residual in its input, to be added in full to the next gradients: the
     `error_decay` of `TopK` needs `optimizer_step`.
 
     Raises:
@@ -90,7 +90,7 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
         AttachError: This process is not in the group, or `torchrun` has started several and
             `torch.distributed` is not initialised.
 
-    Cost per step: the algorithm's, and see `GradientListAdapter`.
+    Cost per step: that of the algorithm and of `GradientListAdapter`.
 
     Examples:
         >>> import thinwire
@@ -114,14 +114,14 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
 
     @torch.no_grad()
     def aggregate(self, gradients: Gradients) -> list[Any]:
-        """Return the mean gradients; leave the residual in the input, which the next gradients are added to.
+        """Return the mean gradients; leave the residual in the input, for the next gradients to be added to.
 
-        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. What
-        16-bit gradients can't hold of it is kept here. What is in your tensors is not in the state: to save
-        and resume, use `optimizer_step`.
+        For loops that keep the error in `p.grad`, as the reference does: pass the same tensors again. The
+        part of the error that 16-bit gradients can't hold stays in memory. The error in your tensors is not
+        in the state: to save and resume, use `optimizer_step`.
 
         Args:
-            gradients: One for each parameter, None if it has none on this process; written.
+            gradients: One for each parameter, None if it has none on this process; overwritten.
 
         Returns:
             New tensors; None if no process has a gradient. If a mean is not finite, they are NaN (zeros,
@@ -129,8 +129,8 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
 
         Raises:
             NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; the input is as it was.
-            ConfigError: Their number or a shape is not that of the parameters.
-            GradientError: One is sparse.
+            ConfigError: The number of gradients or a shape differs from that of the parameters.
+            GradientError: A gradient is sparse.
             CommunicationError: A collective failed; memory is as it was.
         """
         means, committed = self.average(gradients)
@@ -144,29 +144,29 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
 
     def _leave_error(self, index: int, gradient: torch.Tensor) -> None:
         state, name = self.engine.state, self._specs[index].name
-        # With a weight it stays here: the next step would scale it again.
+        # With a weight the residual stays in memory: the next step would scale it again.
         error = None if self.engine.settings.weight is not None else state.take_error(name)
         if error is None:
             gradient.zero_()
             return
-        # In the units and the type of the gradient, to which the next one is added by the loop.
+        # In the units and dtype of the gradient: the loop adds the next gradient to it.
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale(torch.ones_like(error[:1]))
         gradient.copy_(self.in_layout(index, error * scale))
         held = torch.empty_like(error)
         self.in_layout(index, held).copy_(gradient)
         residual = error - held / scale
-        # The part that the gradient's type can't hold stays here.
+        # The part that the gradient's dtype can't hold stays in memory.
         if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
             state.put_error(name, residual)
 
     @property
     def step_counter(self) -> int:
-        """Steps so far, those in the warm-up and those that were skipped included."""
+        """Steps so far, including warm-up and skipped steps."""
         return self.sync.steps
 
     @property
     def plan(self) -> Plan:
-        """Which parameter travels how."""
+        """How each parameter is sent."""
         return self.sync.plan
 
     def stats(self) -> Stats:
@@ -178,7 +178,7 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
         return self.sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """See `GradientSync.load_state_dict`: continue from a saved state, on any number of processes."""
+        """Load a saved state, on any number of processes; see `GradientSync.load_state_dict`."""
         self.sync.load_state_dict(state, strict=strict)
 
 
@@ -186,10 +186,10 @@ class AllReduce(Aggregator):
     """Averages uncompressed gradients.
 
     Args:
-        options: As of `AlgorithmAggregator`; with `on_nonfinite="nan"` the means are not checked.
+        options: As in `AlgorithmAggregator`; with `on_nonfinite="nan"` the means are not checked.
 
     Raises:
-        ConfigError: An option is no choice, or `on_nonfinite` does not go with the scaler.
+        ConfigError: An option is not valid, or `on_nonfinite` conflicts with the scaler.
     """
 
     def __init__(self, **options: Unpack[AggregatorOptions]) -> None:
@@ -199,11 +199,11 @@ class AllReduce(Aggregator):
         self._aggregator: AlgorithmAggregator | None = None
 
     def aggregate(self, gradients: Gradients) -> list[Any]:
-        """As `AlgorithmAggregator.aggregate`; of no gradients no means, and no message."""
+        """See `AlgorithmAggregator.aggregate`; without gradients, nothing is sent or returned."""
         return self.over(gradients).aggregate(gradients) if gradients else []
 
     def over(self, tensors: Gradients) -> AlgorithmAggregator:
-        """Return an aggregator over tensors like these; it remembers nothing, so others get a new one."""
+        """Return an aggregator over tensors like these. It has no state, so other tensors get a new one."""
         present = [tensor for tensor in tensors if tensor is not None]
         if len(present) < len(tensors):
             raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
@@ -221,17 +221,17 @@ class PowerSGD(AlgorithmAggregator):
 
     Source: Vogels et al., "PowerSGD" (arXiv 1905.13727), in the form of the reference implementation, which
     is algorithm 2 of "PowerGossip" (arXiv 2008.01425): one round for each iteration, left and right in turn.
-    Each matrix is normalised on its own. Gradients are of any floating type.
+    Each matrix is normalised on its own. Gradients may have any floating dtype.
 
     Args:
-        params: As of `AlgorithmAggregator`, as are the options.
+        params: As in `AlgorithmAggregator`, like the options.
         config: The settings.
         options: By name.
 
     Raises:
-        ThinwireError: As of `AlgorithmAggregator`.
+        ThinwireError: See `AlgorithmAggregator`.
 
-    Cost per step: `num_iters_per_step` rounds of r · (rows or columns) elements for each matrix, and see
+    Cost per step: `num_iters_per_step` rounds of r · (rows or columns) elements for each matrix, and that of
     `GradientListAdapter`.
     """
 
@@ -250,20 +250,20 @@ class PowerSGD(AlgorithmAggregator):
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> bool:
     """Average the gradients in `p.grad` over the processes, and step the optimizer with the means.
 
-    With Thinwire's aggregators the error is in their memory, and `p.grad` is None afterwards: the loop may
-    call `optimizer.zero_grad()` or not. With your own aggregator `p.grad` is what it left in its input, the
-    error, as with the reference: do not zero it.
+    Thinwire's aggregators keep the error in their memory, and `p.grad` is None afterwards: the loop may call
+    `optimizer.zero_grad()` or not. With your own aggregator, as with the reference, `p.grad` becomes the
+    error that it left in its input: do not zero it.
 
     Args:
-        optimizer: Any, with any number of parameter groups. Its parameters are the aggregator's.
-        aggregator: What averages. If it has a `grad_scaler`, that makes the step; call its `update()`
-            as usual. Call `unscale_` not before: the gradients are not averaged yet.
+        optimizer: Any optimizer, with any number of parameter groups, over the aggregator's parameters.
+        aggregator: Averages the gradients. If it has a `grad_scaler`, that makes the step; call its
+            `update()` as usual. Do not call `unscale_` before: the gradients are not averaged yet.
 
     Returns:
         False if the step was skipped, on all processes: a mean was not finite.
 
     Raises:
-        ConfigError: The aggregator is none, or its parameters are not the optimizer's.
+        ConfigError: It is not an aggregator, or its parameters are not the optimizer's.
         StepError: The gradients were unscaled already.
         NonfiniteError: A mean is not finite, and the aggregator's `on_nonfinite` is "raise"; memory, `p.grad`
             and parameters are as they were.
@@ -287,19 +287,19 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     means, committed = aggregator.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
-    # A scaler is asked whatever has become of the step: it lowers its scale by the means that are not finite.
+    # Call the scaler even for a skipped step: it lowers its scale if the means are not finite.
     if scaler is not None:
         scaler.step(optimizer)
     elif committed:
         optimizer.step()
-    # The means are used up: left there, the next backward pass would add to them.
+    # The means are used: if they stayed, the next backward pass would add to them.
     for parameter in parameters:
         parameter.grad = None
     return committed
 
 
 def _in_order_of(aggregator: AlgorithmAggregator, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    # By that order its state knows them.
+    # The aggregator's state identifies parameters by this order.
     here = set(map(id, parameters))
     there = {id(parameter) for parameter in aggregator.parameters if parameter.requires_grad}
     if here != there:
@@ -314,7 +314,7 @@ def _in_order_of(aggregator: AlgorithmAggregator, parameters: list[torch.Tensor]
 def _step_keeping_error(
     optimizer: torch.optim.Optimizer, aggregator: Aggregator, parameters: list[torch.Tensor]
 ) -> bool:
-    """Step by the reference's contract: between steps `p.grad` is what the aggregator left of it."""
+    """Step as in the reference: between steps, `p.grad` is the error that the aggregator left."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     means = aggregator.aggregate(gradients)
     for parameter, mean in zip(parameters, means, strict=True):
@@ -327,7 +327,7 @@ def _step_keeping_error(
 
 
 class EpfmlPowerSGD(algorithms.PowerSGD):
-    """`thinwire.PowerSGD`, but for which parameters it compresses: those that the reference does."""
+    """`thinwire.PowerSGD`, except that it compresses the parameters that the reference compresses."""
 
     def _route(self, spec: ParameterSpec) -> LowRankRoute:
         shape, dtype = spec.matrix_shape, self.message_dtype(spec.dtype)

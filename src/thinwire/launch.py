@@ -1,4 +1,4 @@
-"""Jobs of processes on this machine: their output, the signals for them, their end."""
+"""Jobs of processes on this machine: their output, signals and end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from thinwire.errors import ConfigError
 from thinwire.local_sgd.groups.torchft_group import LAUNCHER
 
-STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
+STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: their rendezvous file
 LOOK_EVERY_SECONDS = 0.05
 END_WITHIN_SECONDS = 10.0
-LAST_WORDS_SECONDS = 5.0  # for the output of a process that has ended: its children may have that open still
-# Becomes a command that Linux kills when its parent ends: by PR_SET_PDEATHSIG, 1 in <sys/prctl.h>.
+LAST_WORDS_SECONDS = 5.0  # wait for the output of an ended process: its children may still have it open
+# Runs a command that Linux kills when its parent ends: by PR_SET_PDEATHSIG, 1 in <sys/prctl.h>.
 END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -39,18 +39,18 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def ending_with_this(command: Sequence[str]) -> list[str]:
-    """Return a command that ends when this process does; on macOS, only when its messages fail."""
+    """Return a command that ends with this process; on macOS, only when its messages fail."""
     first = [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid())]
     return [*(first if sys.platform == "linux" else []), *command]
 
 
 @contextmanager
 def end_signals() -> Iterator[list[int]]:
-    """Yield a list to which each signal is appended that asks this process to end, instead of ending it."""
+    """Yield a list; signals that would end this process are appended to it instead."""
     received: list[int] = []
     previous: dict[int, Any] = {}
     for signum in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-        # An ignored signal stays ignored: nohup asks for that.
+        # An ignored signal stays ignored: nohup relies on it.
         if signal.getsignal(signum) is not signal.SIG_IGN:
             previous[signum] = signal.signal(signum, lambda number, frame: received.append(number))
     try:
@@ -61,19 +61,19 @@ def end_signals() -> Iterator[list[int]]:
 
 
 class Output:
-    """Writes the lines of several processes, one at a time; `error` says why no more can be written."""
+    """Writes lines of several processes, one at a time; `error` is why no more can be written."""
 
     def __init__(self, out: IO[bytes]) -> None:
-        self.error: OSError | None = None  # kept, not raised: threads write, and the job decides what follows
+        self.error: OSError | None = None  # kept, not raised: threads write, and the job handles it
         self._out, self._lock = out, threading.Lock()
 
     def copy(self, lines: IO[bytes], prefix: bytes) -> None:
-        """Write all lines, each with a prefix."""
+        """Write all lines, each after a prefix."""
         with lines:
             for line in lines:
                 with self._lock:
                     if self.error is not None:
-                        continue  # read on: a process whose pipe is full would never end
+                        continue  # keep reading: a process with a full pipe would never end
                     try:
                         self._out.write(prefix + line.removesuffix(b"\n") + b"\n")
                         self._out.flush()
@@ -82,9 +82,9 @@ class Output:
 
 
 class Process:
-    """A process that ends with this one; what it prints goes to `out`, or where this one's goes.
+    """A process that ends with this one; its output goes to `out`, or where this one's goes.
 
-    With `as_group`, signals are for all of its process group, as on a terminal.
+    With `as_group`, signals go to its whole process group, as on a terminal.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class Process:
         errors: IO[bytes] | None = None,
         as_group: bool = False,
     ) -> None:
-        self.seconds: float | None = None  # how long it ran, once its end is seen
+        self.seconds: float | None = None  # how long it ran, once it has ended
         self._start, self._as_group = time.monotonic(), as_group
         self._process = subprocess.Popen(
             ending_with_this(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if out is not None else None,
             stderr=subprocess.STDOUT if out is not None else errors,
-            # One thread each, unless the user says otherwise: they share the cores of one machine.
+            # One thread each, unless the user sets more: they share one machine's cores.
             env={"OMP_NUM_THREADS": "1", **os.environ, LAUNCHER: str(os.getpid()), **variables},
-            # Ctrl-C on a terminal reaches all processes of a session: only this one, which ends the others.
+            # Ctrl-C on a terminal reaches a whole session: so only this process, which ends the others.
             start_new_session=True,
         )
         self._reader: threading.Thread | None = None
@@ -117,7 +117,7 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell tells it, 128 + the signal that ended it; None while it runs."""
+        """The exit code as in a shell: 128 + the signal that ended it; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -125,32 +125,32 @@ class Process:
         return code if code >= 0 else 128 - code
 
     def read_to_the_end(self) -> None:
-        """Wait for the last lines of a process that has ended."""
+        """Wait for the last output of a process that has ended."""
         if self._reader is not None:
             self._reader.join(LAST_WORDS_SECONDS)
 
     def send(self, number: int) -> None:
-        """Send a signal, if it still runs: later its number may be a different process's."""
+        """Send a signal, if it still runs: later its id may belong to another process."""
         if self.exit_code is None:
             (os.killpg if self._as_group else os.kill)(self._process.pid, number)
 
 
 def ending(code: int) -> str:
-    """Say how a process with this exit code has ended."""
+    """Return how a process with this exit code has ended, for a message."""
     return f"was ended by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
 
 
 def ranks_of(rank: int, size: int) -> dict[str, str]:
-    """Return the variables by which torchrun tells a process its rank, if all are on one machine."""
+    """Return torchrun's variables for a process's rank, if all are on one machine."""
     ranks, sizes = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     return {**dict.fromkeys(ranks, f"{rank}"), **dict.fromkeys(sizes, f"{size}")}
 
 
 class Job:
-    """Processes that run here; the first that fails ends the others.
+    """Processes on this machine; the first that fails ends the others.
 
-    They are asked to end after `grace_seconds`, and killed `end_within_seconds` later. A signal asks them at
-    once, a further one kills them. If their output can't be written, they are asked at once, too.
+    The others get SIGTERM after `grace_seconds`, and are killed `end_within_seconds` later. A signal to this
+    process, or output that can't be written, skips the grace time; a second signal kills them.
     """
 
     def __init__(
@@ -165,14 +165,14 @@ class Job:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.processes: list[Any] = []  # each a Process, or several as one
-        self.failure: str | None = None  # how the first that failed ended
+        self.failure: str | None = None  # how the first failed process ended
         self.received: int | None = None  # the signal that has asked the job to end
-        self.exit_code = 0  # as a shell tells it; 128 + the signal if one has ended the job
-        self.output = output or Output(sys.stdout.buffer)  # if they do not print where this process does
+        self.exit_code = 0  # as in a shell; 128 + the signal if one has ended the job
+        self.output = output or Output(sys.stdout.buffer)  # unless processes print where this one does
         self._start, self._size, self._say = start, size, say
         self._grace_seconds, self._end_within_seconds = grace_seconds, end_within_seconds
         self._passes_signals_on = passes_signals_on
-        self._deadline = math.inf  # set when the job is over, for those that still run
+        self._deadline = math.inf  # set when the job is over, for processes that still run
 
     @property
     def is_running(self) -> bool:
@@ -180,12 +180,12 @@ class Job:
         return any(process.exit_code is None for process in self.processes)
 
     def run(self) -> int | None:
-        """Stay until all processes have ended; return the signal that asked them to, if one did."""
+        """Run until all processes have ended; return the signal that ended the job, if one did."""
         with ExitStack() as opened:
-            # Before any process: a signal while they start must end them, too.
+            # Before any process starts: a signal during the start must end them, too.
             signals = opened.enter_context(end_signals())
             self._prepare(opened)
-            # If one can't be started, those before it are ended on the way out.
+            # If one can't be started, leaving this context ends those before it.
             opened.callback(self._end, signals)
             for index in range(self._size):
                 self.processes.append(self._start(index))
@@ -202,27 +202,27 @@ class Job:
         return self.received
 
     def _prepare(self, opened: ExitStack) -> None:
-        """Open what the processes need, before they start; it closes after their end."""
+        """Open what the processes need before they start; `opened` closes it after their end."""
 
     def _goes_on(self) -> bool:
-        """Look after the processes once; return whether the job goes on."""
+        """Check the processes once; return whether the job continues."""
         codes = [process.exit_code for process in self.processes]
         failed = [index for index, code in enumerate(codes) if code]
         if failed and self.failure is None:
-            # Name one that a signal has ended first: the others failed because it was missing.
+            # Prefer one that a signal has ended: the others failed because it was missing.
             first = max(failed, key=lambda index: codes[index] > 128)
             self.failure, self.exit_code = f"process {first} {ending(codes[first])}", codes[first]
-            # Wait first: the others find out by themselves, and their own words tell more than a signal's.
+            # Wait first: the others notice the failure, and their own errors say more than a signal's.
             self._deadline = time.monotonic() + self._grace_seconds
         return None in codes and self.output.error is None and time.monotonic() < self._deadline
 
     def _end(self, signals: Sequence[int]) -> None:
-        """Ask all that still run to end, and kill those that take too long, or all at a further signal."""
+        """Ask running processes to end; kill them if they take too long, or at another signal."""
         num_received, asks = len(signals), [int(signal.SIGTERM)]
         if self.received is not None and self._passes_signals_on:
             asks.insert(0, self.received)
         for signum in asks:
-            # All are asked first, and share one deadline: they may be waiting for each other.
+            # Ask all first, with one deadline: they may be waiting for each other.
             for process in self.processes:
                 process.send(signum)
             deadline = time.monotonic() + self._end_within_seconds
@@ -237,10 +237,10 @@ class Job:
 
 
 class LocalJob(Job):
-    """A job whose processes are told what torchrun would tell them; `join_group` makes their group.
+    """A job whose processes get torchrun's variables; `join_group` makes their group.
 
-    They find each other by a file that other users can't open, and listen on the loopback interface only.
-    torchrun's rendezvous would listen on every address, and load pickles from anyone who reaches it.
+    They find each other through a file that other users can't open, and listen only on the loopback
+    interface. torchrun's rendezvous would listen on every address, and load pickles from anyone who connects.
     """
 
     def __init__(self, command: Sequence[str], processes: int, *, errors: IO[bytes] | None = None) -> None:
@@ -248,7 +248,7 @@ class LocalJob(Job):
         self._command, self._errors, self._interface = list(command), errors, loopback_interface()
 
     def _prepare(self, opened: ExitStack) -> None:
-        # Its mode is 0700: anyone who could write to the file could tell the processes to connect elsewhere.
+        # Its mode is 0700: whoever could write to the file could make the processes connect elsewhere.
         self._store = Path(opened.enter_context(TemporaryDirectory(prefix="thinwire-job-")), "store")
 
     def _started(self, rank: int) -> Process:
@@ -272,7 +272,7 @@ def is_in_local_job() -> bool:
 
 
 def join_group(backend: str, *, timeout_seconds: float) -> None:
-    """Make the default process group: of a `LocalJob`'s processes by its file, else as torchrun tells."""
+    """Make the default process group: through a `LocalJob`'s file, or else from torchrun's variables."""
     where: dict[str, Any] = {}
     if is_in_local_job():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -282,10 +282,10 @@ def join_group(backend: str, *, timeout_seconds: float) -> None:
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """Make a default process group of this process only, which listens on the loopback interface only."""
-    # Gloo would otherwise listen on the address of this machine's name, which others may reach.
+    """Make a default process group of only this process, which listens only on the loopback interface."""
+    # Otherwise Gloo would listen on the address of this machine's name, which others may reach.
     with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
-        # A store in memory: no one has to be met, and no port is opened.
+        # A store in memory: there are no others to find, and no port is opened.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
             yield
@@ -294,17 +294,17 @@ def group_of_one() -> Iterator[None]:
 
 
 def leave_group() -> None:
-    """Destroy the default process group, and before that what keeps it."""
-    # A DDP model that is still there, in a cycle, keeps the backend's threads running until the interpreter
-    # ends, and then they sometimes abort.
+    """Destroy the default process group, after garbage that keeps it alive."""
+    # A DDP model in an uncollected cycle would keep the backend's threads running until the interpreter ends,
+    # and then they sometimes abort.
     gc.collect()
     dist.destroy_process_group()
 
 
 def python_module(name: str) -> list[str]:
-    """Return the command that runs a module, with the current folder on its path only if this process has it.
+    """Return the command that runs a module; the current folder is on its path only if it is on ours.
 
-    From Python 3.11 on: in a stranger's folder, `python -m` would run a `random.py` that lies there.
+    From Python 3.11 on: in someone else's folder, `python -m` would run a `random.py` from there.
     """
     has_current = any(Path(folder or ".").resolve() == Path.cwd() for folder in sys.path)
     leave_out = [] if has_current or sys.version_info < (3, 11) else ["-P"]

@@ -1,4 +1,4 @@
-"""Simulated workers: one process stands for many, to see what an algorithm does to gradients.
+"""Simulated workers: one process simulates many, to show what an algorithm does to gradients.
 
 The workers run the same algorithms and the same steps as real ones; only the transport differs.
 """
@@ -30,14 +30,14 @@ class Simulation:
         num_workers: Members of the group.
         workers_per_machine: Workers that share a machine. Each averages its part of the gradients for all of
             them; see `thinwire.attach`.
-        loss_scale: Returns what the loss is multiplied by; None if it is not.
-        host_check: As of `thinwire.attach`.
-        on_nonfinite: As of `thinwire.attach`.
+        loss_scale: Returns the factor that multiplies the loss; None if there is none.
+        host_check: As in `thinwire.attach`.
+        on_nonfinite: As in `thinwire.attach`.
 
     Attributes:
         buckets: As given.
-        engines: What averages, of each worker.
-        syncs: The handle of each.
+        engines: The engine of each worker.
+        syncs: The handle of each worker.
 
     Examples:
         >>> from thinwire import AllReduce
@@ -67,8 +67,7 @@ class Simulation:
                 "each machine has as many; change one of them"
             )
         self.buckets = list(buckets)
-        # All known from the start, as of a model that was handed over, so a state is checked when it is
-        # loaded.
+        # All parameters are known from the start, as with `attach`, so a state is checked when it is loaded.
         specs = [spec for bucket in self.buckets for spec in bucket]
         settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite)
         transports = InProcessTransport.group(num_workers)
@@ -85,7 +84,7 @@ class Simulation:
         """Average one step's gradients, in place.
 
         Args:
-            gradients: By worker and bucket, flat tensors.
+            gradients: Flat tensors, by worker and bucket.
 
         Returns:
             Whether the step was committed; see `Engine.average`.

@@ -1,8 +1,8 @@
-"""Every use of torch's private API, each with a name: if a new torch breaks one, it breaks here.
+"""All uses of torch's private API, each with a name: if a new torch breaks one, it breaks in this module.
 
-`tests/test_torch_private.py` finds uses elsewhere. All are there in torch 2.6, the oldest that Thinwire
-takes, unless a docstring says otherwise. Two kinds of names are not here, but where they are used:
-`torch._foreach_*`, and public classes that only `torch._C` exports with their types.
+`tests/test_torch_private.py` finds uses elsewhere. All exist in torch 2.6, the oldest that Thinwire supports,
+unless a docstring says otherwise. Two kinds of names are used elsewhere directly: `torch._foreach_*`, and
+public classes that only `torch._C` exports with their types.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch.utils import _pytree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Autograd. These are torch's functions themselves: hooks call them for each bucket or gradient.
+# Autograd. Unwrapped torch functions, since hooks call them for each bucket or gradient.
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward pass that this thread is in, the innermost one; -1 outside of any."""
+"""Return the number of this thread's innermost backward pass; -1 outside of any."""
 
 running_node: Callable[[], Node | None] = torch._C._current_autograd_node
-"""Return the node of autograd that is running on this thread: in an end of a pass, that of the outer pass."""
+"""Return the autograd node running on this thread; in a pass's final callback, that of the outer pass."""
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Call a function at the end of the backward pass under way, behind those that were queued before."""
+"""Call a function at the end of the current backward pass, after those queued before."""
 
 not_compiled = _disable_dynamo
-"""Decorate a function that `torch.compile` must call as it is."""
+"""Decorate a function that `torch.compile` must not trace."""
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Return whether `torch.profiler` or `torch.autograd.profiler` records on this thread."""
@@ -51,12 +51,12 @@ tree_map = _pytree.tree_map
 
 
 def children_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own dictionaries of modules and of parameters, which change with it."""
+    """Return a module's own dictionaries of modules and of parameters, not copies."""
     return module._modules, module._parameters
 
 
 def put_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
-    """Let a module look up its own parameters in another dictionary."""
+    """Make a module look up its own parameters in another dictionary."""
     module.__dict__["_parameters"] = parameters
 
 
@@ -66,12 +66,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def version_of(tensor: torch.Tensor | None) -> int:
-    """Return how often a tensor, or one that shares its memory as a view, was written to in place."""
+    """Return how often a tensor, or a view that shares its memory, was written to in place."""
     return -1 if tensor is None else tensor._version
 
 
 def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
-    """Remove the hooks of a class: a copied module has copies of hooks, of which there is no handle."""
+    """Remove the hooks of a class: a copied module has copies of hooks, for which there are no handles."""
     for number, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, kind):
             del module._forward_pre_hooks[number]
@@ -88,7 +88,7 @@ def uncompiled(model: object) -> object:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that two tensors have in common if they lie in the same storage, an empty one too."""
+    """Return a number that tensors share if they have the same storage, even an empty one."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -98,23 +98,23 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> Iterable[Any]:
 
 
 def takes_step_hooks(optimizer: object) -> bool:
-    """Return whether it has hooks of its steps: wrappers may derive from Optimizer without its `__init__`."""
+    """Return whether it supports step hooks: wrappers may derive from Optimizer without its `__init__`."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def counted_step(step: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that may take the place of an optimizer's step, without a scheduler's warning."""
+    """Return a function that can replace an optimizer's step without a scheduler's warning."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers of learning rates that an optimizer has stepped, as its own step does."""
+    """Tell learning-rate schedulers that an optimizer has stepped, as its own step does."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether someone has registered a hook of an optimizer's steps."""
+    """Return whether an optimizer has step hooks."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -124,7 +124,7 @@ def was_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def scales_now(scaler: GradScaler) -> bool:
-    """Return whether it has scaled a loss, and no gradients have been unscaled yet; a disabled one never."""
+    """Return whether it has scaled a loss and not unscaled gradients yet; False for a disabled one."""
     if getattr(scaler, "_scale", None) is None:
         return False
     return all(state["stage"] is OptState.READY for state in scaler._per_optimizer_states.values())
@@ -132,10 +132,10 @@ def scales_now(scaler: GradScaler) -> bool:
 
 # Precision of products in fp32.
 
-# Both are None before torch 2.9, which has `torch.set_float32_matmul_precision` only.
+# Both are None before torch 2.9, where only `torch.set_float32_matmul_precision` exists.
 
 fp32_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
-"""Return the setting in effect for a backend ("generic" for all) and an operation of it ("all" for all)."""
+"""Return the current setting for a backend ("generic" for all) and an operation ("all" for all)."""
 
 set_fp32_precision: Callable[..., object] | None = getattr(torch._C, "_set_fp32_precision_setter", None)
 """Set it, by backend, operation and value; "none" follows the wider setting."""
@@ -145,33 +145,33 @@ set_fp32_precision: Callable[..., object] | None = getattr(torch._C, "_set_fp32_
 
 
 def ddp_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters that DDP was built with, frozen ones too, but those that it is to ignore."""
-    # None of an object that is half made or taken apart, as a look at all objects may find it.
+    """Return the parameters that DDP was built with, including frozen ones, but not ignored ones."""
+    # Empty for a half-constructed object, which a search through all objects may find.
     parameters: list[nn.Parameter] = model.__dict__.get("_module_parameters", [])
     return parameters
 
 
 def comm_hooks(model: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], Any]]:
-    """Return each communication hook with its state; a copied model lists those that it has lost."""
+    """Return each communication hook with its state; a copied model still lists its lost hooks."""
     hooks: Sequence[tuple[Callable[..., Any], Any]] = model.__dict__.get("_comm_hooks", ())
     return hooks
 
 
 def forget_refused_hook(model: DistributedDataParallel, name_before: str) -> None:
-    """Undo what `register_comm_hook` notes before it finds that DDP can't have the hook."""
+    """Undo what `register_comm_hook` records before it finds that DDP can't have the hook."""
     model._comm_hooks.pop()
     model.logger._set_comm_hook_name(name_before)  # type: ignore[union-attr]
 
 
 def forget_hooks_in(state: dict[str, Any], package: str) -> None:
-    """Take a package's hooks out of an attached DDP model's state, which is to be pickled."""
+    """Remove a package's hooks from an attached DDP model's state, before it is pickled."""
     hooks = state["_forward_pre_hooks"].items()
     others = ((number, hook) for number, hook in hooks if not type(hook).__module__.startswith(package))
     state |= {"_comm_hooks": [], "_forward_pre_hooks": OrderedDict(others)}
 
 
 def ddp_logging_data(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return what DDP logs: `comm_hook`, the hook in use, and `dtypes`, the reducer's names of types."""
+    """Return DDP's logging data: `comm_hook`, the hook in use, and `dtypes`, the reducer's dtype names."""
     if model.logger is None:
         return {}
     return model._get_ddp_logging_data()  # type: ignore[no-untyped-call, no-any-return]
@@ -188,12 +188,12 @@ def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
 
 
 def divide_by_all_members(model: DistributedDataParallel) -> None:
-    """Let DDP no longer divide by the contributors whom a join context has counted last."""
+    """Make DDP stop dividing by a join context's last number of contributors."""
     model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 
 
 def leave_join(joinable: Joinable) -> None:
-    """Let later steps notify no join context any more: torch leaves that switched on at the context's end."""
+    """Stop notifying a join context in later steps: torch keeps that enabled after the context's end."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 
 
@@ -201,7 +201,7 @@ def leave_join(joinable: Joinable) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return a group's timeout, which nothing public hands on; None if its backend has no such option."""
+    """Return a group's timeout, which has no public API; None if its backend has no such option."""
     options = getattr(group._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout
@@ -216,38 +216,38 @@ def num_messages(group: Any) -> int | None:  # its stub lacks the method
 
 
 def num_groups() -> int:
-    """Return how many process groups this process knows: torch names the next one by it."""
+    """Return how many process groups this process has created: torch uses it to name the next one."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def default_store() -> Any:  # its stub lacks the class
-    """Return the store of the default group, through which its processes have found each other."""
+    """Return the default group's store, through which its processes found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that one of its dimensions was taken from; before torch 2.7 what is given."""
+    """Return the mesh from which a submesh was taken; before torch 2.7, the argument."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
 
 
-# FSDP2. Its modules are not imported: that takes seconds, and a model that has them has imported them.
+# FSDP2. Don't import its modules: that takes seconds, and a model that uses them has imported them.
 
 
 def fsdp_states(model: nn.Module) -> list[Any]:
-    """Return the state of each call of `fully_shard`, or `replicate`: modules of one call have one."""
+    """Return the state of each call of `fully_shard` or `replicate`; modules of one call share a state."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     states = [module._get_fsdp_state() for module in modules]
     return list({id(state): state for state in states}.values())
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """Return a state's groups of parameters that are reduced as one; before torch 2.12 one, or none."""
+    """Return a state's parameter groups, each reduced as one; before torch 2.12 one or none."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
 
 
 def fsdp_parameters(group: Any) -> list[tuple[str | None, nn.Parameter]]:
-    """Return the shards that a group gives gradients to, with names from the first forward pass on."""
+    """Return the shards that get gradients from a group; names are known from the first forward pass on."""
     return [(param._param_fqn, param.sharded_param) for param in group.fsdp_params]
 
 
@@ -258,12 +258,12 @@ def fsdp_waits(states: Iterable[Any], groups: Iterable[Any]) -> bool:
 
 
 def fsdp_has_calls_to_come(group: Any) -> bool:
-    """Return whether forward calls of a group's modules have not all come back in this backward pass."""
+    """Return whether some forward calls of a group's modules have not run backward yet in this pass."""
     return bool(group._post_forward_indices)
 
 
 def fsdp_is_root(state: Any) -> bool | None:
-    """Return whether no other state holds its module; None before the first forward pass."""
+    """Return whether its module is the root, in no other state's module; None before the first forward."""
     return cast("bool | None", state._is_root)
 
 
@@ -273,5 +273,5 @@ def fsdp_is_finalized_by_hand(state: Any) -> bool:
 
 
 def fsdp_mesh_info(group: Any) -> Any:
-    """Return a group's `mesh`, and `shard_mesh_dim`, `shard_process_group` and the same of `replicate_`."""
+    """Return a group's mesh info: `mesh`, `shard_mesh_dim`, `shard_process_group`, and `replicate_…`."""
     return group.mesh_info

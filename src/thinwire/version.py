@@ -1,3 +1,3 @@
-"""The version, once: the package's metadata is made from it, and processes compare it."""
+"""The version: the package's metadata uses it, and processes compare it."""
 
 __version__ = "0.3.0.dev0"

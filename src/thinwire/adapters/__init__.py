@@ -1,1 +1,1 @@
-"""Adapters take gradients, or changes of parameters, from a model, and write the means back."""
+"""Adapters take gradients from a model, and write the means back."""

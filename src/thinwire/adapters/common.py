@@ -1,4 +1,4 @@
-"""Parts that all adapters share: an engine, contributors of a join, refusals, messages at the start."""
+"""Parts that all adapters share: engines, contributors of a join, checks, messages at the start."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Kind = TypeVar("Kind")
 
 
 def living(kind: type[Kind] | tuple[type[Kind], ...]) -> Iterator[Kind]:
-    """Yield the objects of a type that this process has. Cost: 0.2 s for a million objects of any type."""
-    # Types are compared, since `isinstance` asks objects, and some do something then.
+    """Yield all of this process's objects of a type. Cost: 0.2 s for a million objects of any type."""
+    # Compare types, since `isinstance` reads `__class__` of objects, and some run code then.
     return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 
@@ -45,7 +45,7 @@ def new_engine(
     settings: Settings,
     layout: Layout,
 ) -> Engine:
-    """Return an engine that sends once for each machine of several processes. Collective."""
+    """Return an engine that sends once per machine if machines have several processes. Collective."""
     machines = None
     if isinstance(transport, ProcessGroupTransport):
         machines, uneven = machines_of(transport, layout)
@@ -56,16 +56,16 @@ def new_engine(
     return Engine(algorithm, transport, specs, settings, machines=machines)
 
 
-# Contributors are the processes that still have input: `join` counts them, and adapters divide by that.
-# Kept by parameter, since a stateless hook sees nothing of its model but the parameters in a bucket.
-# With the number of members among whom they are counted.
+# Contributors are the processes that still have input: `join` counts them, and adapters divide by the count.
+# Stored by parameter, since a stateless hook sees only the parameters of its bucket, not the model; with the
+# number of members among which contributors are counted.
 contributor_scales: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakTensorKeyDictionary()
 
 
 def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor, num_members: int) -> None:
-    """Scale this process's gradients so that their mean over `num_members` is that over contributors.
+    """Scale this process's gradients so that their mean over `num_members` is the mean over contributors.
 
-    Scaling what goes in, not what comes out, keeps the residual in one unit while their number changes.
+    Scaling the input, not the mean, keeps the residual in one unit while their number changes.
     """
     if parameters and parameters[0] in contributor_scales:
         scale, num_counted = contributor_scales[parameters[0]]
@@ -74,7 +74,7 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
 
 
 def refuse_weight_of_contributors(engine: Engine) -> None:
-    """Refuse to scale gradients by a weight and by the contributors."""
+    """Raise if gradients would be scaled both by a weight and by the contributors."""
     if engine.settings.weight is not None:
         raise ConfigError(
             "divide_by_initial_world_size=False does not go with weight; leave it True, and let the weight "
@@ -83,7 +83,7 @@ def refuse_weight_of_contributors(engine: Engine) -> None:
 
 
 class Shadow(JoinHook):
-    """Takes part, for a process without input, in what a join context's other processes send."""
+    """Takes part in the collectives of a join context's other processes, for a process without input."""
 
     def __init__(self, adapter: Joinable, step: Callable[[], object], end: Callable[[bool], object]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ averaged_models: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKe
 
 @contextmanager
 def averaging_model(owner: object, module: nn.Module, transport: Transport) -> Iterator[None]:
-    """Mark a model as being averaged while the context is open."""
+    """Mark a model as averaged inside this context."""
     averaged_models[owner] = module, transport
     try:
         yield
@@ -116,12 +116,12 @@ def averaging_model(owner: object, module: nn.Module, transport: Transport) -> I
 def refuse_averaged_twice(
     parameters: Iterable[torch.Tensor], transport: Transport, error: type[AttachError | StepError]
 ) -> None:
-    """Refuse to average gradients of a model that is itself averaged, over the same processes."""
+    """Raise if gradients are averaged over the same processes as the model itself."""
     if not averaged_models:
         return
     ids = set(map(id, parameters))
     for module, other in list(averaged_models.values()):
-        # Over fewer processes, such as those of a machine, both have a use.
+        # Averaging gradients over fewer processes, such as a machine's, is useful.
         mine, theirs = _members_of(transport), _members_of(other)
         if theirs and theirs <= mine and any(id(parameter) in ids for parameter in module.parameters()):
             raise error(
@@ -131,23 +131,23 @@ def refuse_averaged_twice(
 
 
 def _members_of(transport: Transport) -> set[object]:
-    """Return the processes of a group by their rank, members in one process by their transport."""
+    """Return the global ranks of a group; for members in one process, their transport."""
     if not isinstance(transport, ProcessGroupTransport):
         return {transport}
     try:
         return set(dist.get_process_group_ranks(transport.group))
-    except (KeyError, ValueError):  # it was destroyed, so nothing is averaged over it any more
+    except (KeyError, ValueError):  # the group was destroyed, so nothing is averaged over it any more
         return set()
 
 
-# Parameters whose gradients are means only when `backward()` has returned, by what averages them.
+# Parameters whose gradients are means only after `backward()` has returned, by the object that averages them.
 _averaged_in_backward: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()
 
 
 def refuse_steps_inside(owner: object, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse to step an optimizer of these in a backward pass, as in their hooks, while `owner` lives."""
+    """Forbid optimizer steps of these parameters inside a backward pass, while `owner` lives."""
     _look_at_steps()
-    # The owner holds the parameters, so no other object takes over an id.
+    # The owner keeps the parameters alive, so no other object can get one of their ids.
     _averaged_in_backward[owner] = frozenset(map(id, parameters))
 
 
@@ -167,11 +167,11 @@ def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
         )
 
 
-# Torch calls it before every step of every optimizer: so whatever makes the step shows.
+# Torch calls the hook before every step of every optimizer, whoever makes the step.
 _look_at_steps = cache(partial(register_optimizer_step_pre_hook, _refuse_step_inside))
 
 
-# Messages at the start: how much is sent, and what would go wrong without a word.
+# Messages at the start: how much is sent, and what would go wrong silently.
 
 ALONE = (
     "nothing is averaged: this is one process, in a group of its own. If others train with it, start all as "
@@ -182,7 +182,7 @@ ALONE = (
 
 
 def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str = "") -> None:
-    """Log on the first process what an engine does in a step, and after its first step what does not fit it.
+    """Log on the first process what an engine does in a step, and after its first step any misfits.
 
     `averages` names what averages models, and how often; "" if gradients are averaged in every step.
     """
@@ -207,20 +207,20 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
     logger.info("%s over %s%s", what, where, sends)
     if averages or not engine.algorithm.remembers:
         return
-    owned = {id(parameter) for parameter in parameters}  # identities: a message must keep no model alive
+    owned = {id(parameter) for parameter in parameters}  # ids, so that no model is kept alive
 
     def look(committed: bool) -> None:
         engine.reporter.observers.remove(look)
         for words in _misfits(engine, owned):
             logger.warning("%s", words)
 
-    # After the first step the loss has been scaled, and there is an optimizer. Neither is known to a hook, so
-    # all objects are looked through, in some 0.1 s: once.
+    # After the first step the loss has been scaled, and there is an optimizer. A hook does not know them, so
+    # search all objects, once, in about 0.1 s.
     engine.reporter.observers.append(look)
 
 
 def _misfits(engine: Engine, owned: set[int]) -> Iterator[str]:
-    """Yield warnings about objects in this process that do not go with an algorithm that remembers."""
+    """Yield warnings about objects in this process that do not suit an algorithm with state."""
     objects = list(living((GradScaler, torch.optim.Optimizer)))
     scalers = [candidate for candidate in objects if isinstance(candidate, GradScaler)]
     if engine.settings.loss_scale is None and any(map(scales_now, scalers)):

@@ -1,4 +1,4 @@
-"""Functions to inspect DDP's models and buckets, and to hang a hook on them."""
+"""Functions to inspect DDP models and buckets, and to register hooks on them."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import weakref
@@ -20,10 +20,10 @@ from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
 
-# Torch's wrappers of a module show in the names of its parameters.
+# Prefixes that torch's module wrappers add to parameter names.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-# Base classes of what FSDP2 and FSDP1 have sharded, by name: their modules take seconds to import.
+# Base classes of modules sharded by FSDP2 and FSDP1, by name: importing the classes takes seconds.
 FSDP2, FSDP1 = "FSDPModule", "FullyShardedDataParallel"
 
 PYTHON_REDUCER = (
@@ -31,7 +31,7 @@ PYTHON_REDUCER = (
     "set it to True or False before the DDP model is built"
 )
 
-# The names that DDP's reducer has for the types of parameters.
+# DDP's reducer's names of parameter dtypes.
 REDUCERS_NAMES = {torch.float32: "float", torch.float64: "double"}
 REDUCERS_NAMES |= {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 
@@ -39,19 +39,19 @@ REDUCERS_NAMES |= {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 DIVIDED = 'or average such a model by DiLoCo or LocalSGD, with replicas=mesh["replicate"]'
 
 
-# Parameters, and the models that they are of.
+# Parameters and their models.
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name as the user's own module has it."""
+    """Return a parameter's name in the user's own module, without wrappers' prefixes."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[torch.nn.Parameter, str]:
-    """Return the parameters of a module in its order, each with its name."""
-    # A shared parameter has several names: take the first that DDP does not ignore, since DDP sends it.
+    """Return a module's parameters in module order, each with its name."""
+    # A shared parameter has several names: take the first one that DDP does not ignore.
     names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in ignored:
@@ -65,29 +65,29 @@ def names_in(model: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
 
 
 def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
-    """Return the node that adds up a parameter's gradient, frozen or not."""
+    """Return the autograd node that accumulates a parameter's gradient, frozen or not."""
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
-        with torch.inference_mode(False):  # there is no graph in it
+        with torch.inference_mode(False):  # inference mode has no graph
             return get_gradient_edge(parameter).node
     finally:
         parameter.requires_grad_(trained)
 
 
 class Used:
-    """Parameters that some backward pass has given a gradient since the last step, passes in `no_sync` too.
+    """Parameters that got a gradient from any backward pass since the last step, including `no_sync` passes.
 
-    Of the others DDP leaves `.grad` alone, whatever that holds: their means are applied nowhere. That a
-    gradient is there, and not zero, does not tell: it may be of an earlier step, or of an earlier pass.
+    DDP leaves `.grad` of all others alone, so their means are not applied. A nonzero gradient proves nothing:
+    it may be from an earlier step or pass.
     """
 
-    # Counted as DDP's reducer counts, by its own condition. It does not tell before the last bucket is
+    # Counted by the same condition as in DDP's reducer, which does not report it before the last bucket is
     # averaged.
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._ids: set[int] = set()
-        # Hooks of the pass under way, or of passes before this was made, have gone by unseen.
+        # This object has not seen the current pass, nor passes before it was made.
         self._is_complete = False
         self._handles = [
             self._noted(parameter)
@@ -96,41 +96,41 @@ class Used:
         ]
 
     def _noted(self, parameter: torch.nn.Parameter) -> RemovableHandle:
-        # No reference to `self`: the reducer holds the node, and with it the hook, out of sight of Python's
-        # garbage collector.
+        # No reference to `self`: the reducer holds the node, and so the hook, invisibly to Python's garbage
+        # collector.
         ids = self._ids
 
         def note(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            # A node may be called with nothing to add.
+            # A node may be called without a gradient.
             if gradients[0] is not None or parameter.grad is not None:
                 ids.add(id(parameter))
 
         return accumulator_of(parameter).register_prehook(note)
 
     def of(self, parameters: Sequence[torch.Tensor], *, is_pass: bool) -> list[bool] | None:
-        """Return which of a bucket's parameters were used; None if that is not known yet."""
+        """Return which of a bucket's parameters were used; None if unknown."""
         if not is_pass:  # a process without input shadows the others
             return [False] * len(parameters)
         return [id(parameter) in self._ids for parameter in parameters] if self._is_complete else None
 
     def forget(self) -> None:
-        """Begin anew, after a step."""
+        """Start again, after a step."""
         self._ids.clear()
         self._is_complete = True
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def num_trained(parameters: Iterable[torch.Tensor]) -> int:
-    """Return how many are trained: those frozen after the model was wrapped still lie in a bucket."""
+    """Return how many are trained: parameters frozen after DDP was built are still in a bucket."""
     return sum(parameter.requires_grad for parameter in parameters)
 
 
 def ddp_inside(model: object) -> DistributedDataParallel | None:
-    """Return the DDP model that was given, or that a wrapper such as Fabric's holds; None without one."""
+    """Return the given DDP model, or the one inside a wrapper such as Fabric's; None if there is none."""
     if isinstance(model, DistributedDataParallel):
         return model
     if not isinstance(model, torch.nn.Module):
@@ -152,13 +152,13 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
 
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
-    """Return the DDP models on which a wanted state is registered: a hook is not given its model."""
+    """Return the DDP models with a wanted hook state: a hook does not get its model."""
     models = living(DistributedDataParallel)
     return [model for model in models if any(is_wanted(state) for _, state in comm_hooks(model))]
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
-    """Return the DDP model that these are parameters of; None if there are several."""
+    """Return the DDP model with these parameters; None if there are several."""
     wanted = set(map(id, parameters))
     holding = [m for m in living(DistributedDataParallel) if wanted <= set(map(id, ddp_parameters(m)))]
     return holding[0] if len(holding) == 1 else None
@@ -168,17 +168,17 @@ def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel 
 
 
 def is_fsdp2(model: object) -> bool:
-    """Return whether `fully_shard` or `replicate` holds a part of the model."""
+    """Return whether `fully_shard` or `replicate` was applied to a part of the model."""
     return isinstance(model, torch.nn.Module) and any(_is_one_of(m, FSDP2) for m in model.modules())
 
 
 def is_sharded(model: object) -> bool:
-    """Return whether FSDP holds a part of the model, of either kind."""
+    """Return whether FSDP, of either kind, was applied to a part of the model."""
     return isinstance(model, torch.nn.Module) and any(_is_one_of(m, FSDP2, FSDP1) for m in model.modules())
 
 
 def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
-    # Compared by base classes: FSDP2 makes a new class for each kind of module.
+    # Compare base classes: FSDP2 makes a new class for each kind of module.
     return any(kind.__name__ in kinds for kind in type(module).__mro__)
 
 
@@ -195,7 +195,7 @@ WAYS_IN = {
 
 
 def way_in(model: object) -> str:
-    """Return advice to replace giving a framework's object to Thinwire; "" if it is no such object."""
+    """Return what to call for a framework's object; "" if it is not such an object."""
     for kind in type(model).__mro__:
         package = kind.__module__.partition(".")[0].removeprefix("pytorch_")
         if (package, kind.__name__) in WAYS_IN:
@@ -224,8 +224,8 @@ def wrong_model(model: object) -> str:
 
 
 def check_attachable(model: DistributedDataParallel) -> None:
-    """Refuse a DDP model whose gradients can't be averaged here."""
-    # DDP refuses such a model; its parameters were frozen since.
+    """Raise if a DDP model's gradients can't be averaged."""
+    # DDP itself refuses a frozen model, so the parameters were frozen later.
     if not num_trained(ddp_parameters(model)):
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
     if model.mixed_precision is not None:
@@ -249,10 +249,10 @@ def check_attachable(model: DistributedDataParallel) -> None:
 
 
 def check_options(model: DistributedDataParallel) -> None:
-    """Refuse options under which DDP does not hand all gradients to its hook."""
+    """Refuse options with which DDP does not pass all gradients to its hook."""
     if torch_private.has_python_reducer(model):
         raise AttachError(PYTHON_REDUCER)
-    # DDP would register a hook for that in the first forward pass.
+    # For these, DDP registers its own hook in the first forward pass.
     if any(map(torch_private.has_optimizer_in_backward, model.parameters())):
         words = "for _apply_optimizer_in_backward DDP needs its one communication hook itself"
         raise AttachError(f"{words}; step an optimizer after backward()")
@@ -267,7 +267,7 @@ def check_options(model: DistributedDataParallel) -> None:
 
 
 def register(holder: object, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook on a DDP model, or the one inside; `guard` it if it is Thinwire's."""
+    """Register a communication hook on a DDP model or one inside a wrapper; `guard` it if Thinwire's."""
     model = ddp_inside(holder)
     if model is None:
         raise AttachError(wrong_model(holder))
@@ -286,7 +286,7 @@ def register(holder: object, state: object, hook: Callable[..., Any]) -> None:
 
 def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
     """Return the name of the model's communication hook, "" if it has none, and whether it is Thinwire's."""
-    # DDP logs the hook in use: its list lacks those built in, and has those that a copy has lost.
+    # DDP logs the hook in use. Its list lacks built-in hooks, and still has a copied model's lost ones.
     name = ddp_logging_data(model).get("comm_hook", "")
     for hook, state in reversed(comm_hooks(model)):
         if hook.__qualname__ == name:
@@ -296,7 +296,7 @@ def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
 
 
 def guard(model: DistributedDataParallel) -> None:
-    """Let an attached model refuse passes that no hook would see: of copies, and of sharded parts."""
+    """Make an attached model refuse passes that no hook would see: of copies and of sharded parts."""
     unguard(model)
     model.register_forward_pre_hook(_Guard(model))
 
@@ -307,17 +307,17 @@ def unguard(model: DistributedDataParallel) -> None:
 
 
 class _Guard:
-    """Sees, before each pass, that gradients will reach no hook: DDP itself would train without a word."""
+    """Detects, before each pass, gradients that would reach no hook: DDP alone would train silently."""
 
-    # DDP has hooks on the nodes of the parameters that it was built with, not on those that `fully_shard`, a
-    # conversion or a new layer makes; and a copy of a model has no communication hook. Copies that are not
-    # trained (averaged weights) work.
+    # DDP has hooks on the nodes of its original parameters, not on those that `fully_shard`, a conversion or
+    # a new layer makes; and a copy of a model has no communication hook. Copies that are not trained
+    # (averaged weights) work.
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = weakref.ref(model)
         self._known = set(map(id, model.parameters()))
-        # One of each type and device: a conversion of the whole model changes some, and DDP itself finds out
-        # if only a part of the model takes no part.
+        # One of each dtype and device: a conversion of the whole model changes at least one. DDP itself
+        # detects if only some parameters take no part.
         by_kind = {(p.dtype, p.device): p for p in ddp_parameters(model) if p.requires_grad}
         self._nodes = [(parameter, accumulator_of(parameter)) for parameter in by_kind.values()]
         self._learn(model)
@@ -328,13 +328,13 @@ class _Guard:
         self._then = self._now()
 
     def _now(self) -> tuple[list[type], list[int]]:
-        # Each step asks, so there is no loop in Python: 0.1 ms for 300 modules. `fully_shard` changes the
-        # class of each module that it takes; to compare classes is 50 times as fast as to ask for bases.
+        # Runs in each step, so without a Python loop: 0.1 ms for 300 modules. `fully_shard` changes the class
+        # of each module; comparing classes is 50 times as fast as checking bases.
         held = chain.from_iterable(map(dict.values, self._held))
         return list(map(type, self._modules)), list(map(id, held))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_Guard":
-        """Return one that knows the original alone, and so that a copy is not the model that is attached."""
+        """Return a guard that knows only the original, and so recognises that a copy is not attached."""
         copied = _Guard.__new__(_Guard)
         copied._model = self._model
         return copied
@@ -360,7 +360,7 @@ class _Guard:
                 )
 
     def _look_again(self, model: DistributedDataParallel) -> None:
-        # A parametrization gives a module a different class as well.
+        # A parametrization changes a module's class as well.
         for name, module in model.named_modules():
             if _is_one_of(module, FSDP2):
                 where = plain_name(name.removeprefix("module").removeprefix(".")) or "the whole model"
@@ -369,7 +369,7 @@ class _Guard:
                     "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
                 )
         for parameter, name in names_in(model).items():
-            # A tensor that `torch.func.functional_call` puts in a parameter's place may be computed from it.
+            # `torch.func.functional_call` may replace a parameter by a tensor computed from it.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
                 raise unaveraged(name)
         self._learn(model)
@@ -383,7 +383,7 @@ def _refuse_to_train_copy(state: None, bucket: GradBucket) -> Future[torch.Tenso
 
 
 def unaveraged(name: str) -> StepError:
-    """Return the error for a parameter that is trained and not averaged."""
+    """Return the error for a parameter that is trained but not averaged."""
     return StepError(
         f"{name} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
         "when the DDP model was built; unfreeze or add it first, then build a new DDP model"
@@ -391,7 +391,7 @@ def unaveraged(name: str) -> StepError:
 
 
 def not_pickled() -> StateError:
-    """Return the error for a DDP model that is pickled whole."""
+    """Return the error for pickling a whole DDP model."""
     return StateError(
         "a DDP model whose gradients Thinwire averages can't be pickled whole; save "
         "model.module.state_dict(), and the state_dict() of what attach returned, or of the LocalSGD"
@@ -399,4 +399,4 @@ def not_pickled() -> StateError:
 
 
 class DetachedAdapter:
-    """Takes the place of the adapter in a copy of an attached model."""
+    """Replaces the adapter in a copy of an attached model."""

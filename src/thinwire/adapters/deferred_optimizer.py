@@ -1,4 +1,4 @@
-"""An optimizer that steps some parameters at a time, and modules that say when theirs are read."""
+"""An optimizer that steps some parameters at a time, and modules that intercept reads of theirs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ParameterDict = dict[str, nn.Parameter | None]
 
 
 class DeferredOptimizer:
-    """An optimizer whose `step()` was taken over: it steps some at a time, as of an earlier call."""
+    """An optimizer whose `step()` is replaced: it steps some parameters at a time, for an earlier call."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, poison: bool) -> None:
         self.optimizer, self._poison = optimizer, poison
         self.is_deferred = False  # whether step() was called since the last backward pass
         self._before, self._step = vars(optimizer).get("step"), optimizer.step
-        self._settings: list[dict[str, Any]] = []  # of each group, when step() was called
-        self._values: dict[nn.Parameter, torch.Tensor] = {}  # of those that are poisoned
+        self._settings: list[dict[str, Any]] = []  # of each group, at the call of step()
+        self._values: dict[nn.Parameter, torch.Tensor] = {}  # of poisoned parameters
 
     def take_over(self, send: Callable[[], bool]) -> None:
-        """Let the optimizer's `step()` call another function, and step later if that has sent gradients."""
+        """Make the optimizer's `step()` call `send`, and step later if that has sent gradients."""
 
         def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
             kind = type(optimizer).__name__
             if closure is not None:
                 raise StepError(f"{kind}.step(closure) can't wait; call backward(), then step()")
-            # A scaler leaves unscaling to a fused optimizer, for the time of the call.
+            # A scaler makes a fused optimizer unscale during the call.
             if getattr(optimizer, "grad_scale", None) is not None:
                 raise StepError(
                     f"a GradScaler steps {kind}, which can't wait; leave it out, or use thinwire.attach"
@@ -42,11 +42,11 @@ class DeferredOptimizer:
             if send() and not self.is_deferred:
                 self._defer()
 
-        # A method, as schedulers of learning rates expect.
+        # A bound method, as learning-rate schedulers expect.
         self.optimizer.step = MethodType(counted_step(step), self.optimizer)  # type: ignore[method-assign]
 
     def check_called(self) -> None:
-        """Refuse to step parameters for which this optimizer's `step()` is still to come."""
+        """Raise if this optimizer's `step()` was not called yet."""
         if not self.is_deferred:
             raise StepError(
                 f"a parameter was read before {type(self.optimizer).__name__}.step() was called, and after "
@@ -54,13 +54,13 @@ class DeferredOptimizer:
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters of the optimizer."""
+        """Yield all parameters of the optimizer."""
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
     def _defer(self) -> None:
         self.is_deferred = True
-        # A copy of learning rates, and of all else that groups have now: a scheduler may fill a tensor.
+        # A deep copy of learning rates and all other settings: a scheduler may write to a tensor in place.
         self._settings = [
             {key: deepcopy(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -72,11 +72,11 @@ class DeferredOptimizer:
             parameter.detach().fill_(torch.nan)
 
     def step(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Step some parameters alone, by these gradients, with the settings that groups had."""
+        """Step only some parameters, with these gradients and the settings at the call of `step()`."""
         before = [(group, dict(group)) for group in self.optimizer.param_groups]
         gradients_before = [parameter.grad for parameter in gradients]
         try:
-            for (group, _), settings in zip(before, self._settings, strict=False):  # one may be new
+            for (group, _), settings in zip(before, self._settings, strict=False):  # a group may be new
                 group.update(settings)
                 group["params"] = [parameter for parameter in group["params"] if parameter in gradients]
             for parameter, gradient in gradients.items():
@@ -84,7 +84,7 @@ class DeferredOptimizer:
                 if parameter in self._values:
                     parameter.detach().copy_(self._values.pop(parameter))
             device = next(iter(gradients)).device.type
-            with torch.autocast(device, enabled=False):  # of the forward pass that reads them
+            with torch.autocast(device, enabled=False):  # the forward pass that reads them may have it on
                 self._step()
         finally:
             for group, was in before:
@@ -93,24 +93,24 @@ class DeferredOptimizer:
                 parameter.grad = gradient_before
 
     def forget(self) -> None:
-        """Drop the step that was deferred."""
+        """Drop the deferred step."""
         self.is_deferred = False
         for parameter, value in self._values.items():
             parameter.detach().copy_(value)
         self._values.clear()
 
     def give_back(self) -> None:
-        """Let `step()` be the optimizer's own again."""
+        """Restore the optimizer's own `step()`."""
         del self.optimizer.step
-        if self._before is not None:  # a learning rate scheduler's
+        if self._before is not None:  # a learning-rate scheduler's
             self.optimizer.step = self._before  # type: ignore[method-assign]
 
 
 class ReadParameters(ParameterDict):
-    """A module's parameters, which are stepped before anyone reads them."""
+    """A module's parameters, which are stepped before they are read."""
 
-    # Not hooks on modules alone: attention reads the weight of a layer that it never calls, and so do tied
-    # heads. `dict(…)` would copy past `items`, but for `__iter__`.
+    # Module hooks are not enough: attention reads the weight of a layer that it never calls, and so do tied
+    # heads. Without `__iter__`, `dict(…)` would copy without calling `items`.
 
     def __init__(self, parameters: ParameterDict, step: Any) -> None:
         super().__init__(parameters)
@@ -136,15 +136,15 @@ class ReadParameters(ParameterDict):
         return super().values()
 
     def step_all(self) -> None:
-        """Step those that wait."""
+        """Step all pending parameters."""
         for parameter in super().values():
             self._step(parameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied module is no longer this optimizer's.
+        # A copied module does not belong to this optimizer.
         return dict, (dict(self.items()),)
 
 
 def read_all(module: nn.Module, _: object) -> None:
-    """Read all parameters of a module: a hook for one whose forward pass reads a list of its own."""
+    """Read all parameters of a module: a hook for modules whose forward pass reads their own list."""
     list(children_and_parameters(module)[1].values())

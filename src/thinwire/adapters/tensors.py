@@ -1,4 +1,4 @@
-"""The adapter for gradients that are all there after the backward pass: a bucket for each device and type."""
+"""The adapter for lists of gradients after the backward pass: a bucket for each device and dtype."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Gradients: TypeAlias = Sequence["torch.Tensor | None"]
 class GradientListAdapter(Joinable):
     """Averages lists of gradients over a process group, through an `Engine`.
 
-    Cost: a copy of the gradients while they are averaged; a message of 1 byte for each parameter that tells
-    which have a gradient anywhere, and one host synchronisation for it, besides the algorithm's own.
+    Cost: that of the algorithm; a copy of the gradients while they are averaged; and a message of 1 byte per
+    parameter, with a host synchronisation, to find which have a gradient anywhere.
     """
 
     # `Settings` describes it.
@@ -61,7 +61,7 @@ class GradientListAdapter(Joinable):
         is_alone = process_group is None and os.environ.get("WORLD_SIZE", "1") == "1"
         if transport is None and is_alone and not dist.is_initialized():
             transport = InProcessTransport.group(1)[0]
-        # If torchrun has started several, each would train a model by itself without a word: this refuses.
+        # If torchrun has started several processes, each would silently train by itself: this raises.
         transport = transport or ProcessGroupTransport(process_group, self.parameters[0].device)
         self._group = transport.group if isinstance(transport, ProcessGroupTransport) else None
         settings = Settings.of(
@@ -89,34 +89,34 @@ class GradientListAdapter(Joinable):
         """
         self._check(gradients)
         refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
-        # It counts as one wait: all gradients are there from the beginning, and the caller waits throughout.
+        # All of this is exposed time: the gradients are ready from the beginning, and the caller waits.
         with self.engine.clock.inside(self.engine.traffic):
-            # Before all other collectives of the step: a process that shadows it comes in with this one.
+            # Before all other collectives of the step: a shadowing process starts with this one.
             scale = members_over_contributors(self)
             self.engine.agree(self.parameters[0].device)
             # A gradient that is None everywhere stays so: the optimizer then leaves the parameter alone.
             means: list[torch.Tensor | None] = [None] * len(gradients)
-            # In the order of the parameters, so in the same one on every process.
+            # In parameter order, which is the same on every process.
             indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
             for index in self._used_anywhere(gradients):
                 indices_of[self.parameters[index].device, self._specs[index].dtype].append(index)
             for (device, dtype), indices in indices_of.items():
                 specs = tuple(self._specs[index] for index in indices)
                 flat = torch.zeros(sum(spec.numel for spec in specs), dtype=dtype, device=device)
-                # Views: the engine averages in place, so the means are in these tensors when it returns.
+                # Views: the engine averages in place, so these tensors hold the means afterwards.
                 for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
                     means[index] = mean = self.in_layout(index, part)
                     gradient = gradients[index]
                     if gradient is not None:
                         mean.copy_(gradient)
-                # Scale what goes in, not what comes out: the residual keeps one unit.
+                # Scale the input, not the mean, so that the residual keeps one unit.
                 if scale is not None and not self._divides_by_initial:
                     multiply(flat, scale)
                 buckets.append((specs, flat))
             return means, self.engine.average(buckets) if buckets else True
 
     def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor, in a parameter's order of memory, as a view of the parameter's shape."""
+        """Return a flat tensor, in a parameter's memory order, as a view of the parameter's shape."""
         spec = self._specs[index]
         strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
         return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
@@ -138,10 +138,10 @@ class GradientListAdapter(Joinable):
                 raise GradientError(f"gradient {index} {words}")
 
     def _used_anywhere(self, gradients: Gradients) -> list[int]:
-        """Return the parameters that have a gradient on some process, by index."""
-        # Buckets must be the same everywhere, so a parameter that somebody uses is in them on all processes.
+        """Return the indices of parameters that have a gradient on any process."""
+        # Buckets must be the same everywhere: a parameter used by any process is in them on all.
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        # It does not use `engine.wire`: the step has not begun, and faults are scheduled by its messages.
+        # Not over `engine.wire`: the step has not begun, and injected faults count that step's messages.
         flags = accelerators.to_device_async(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"
         if self.engine.partition is not None:
@@ -159,7 +159,7 @@ class GradientListAdapter(Joinable):
         return Shadow(
             self,
             step=lambda: self.average([None] * len(self.parameters)),
-            # A process that has shadowed has made no optimizer steps meanwhile.
+            # A process that shadowed others has made no optimizer steps meanwhile.
             end=lambda is_last: copy_from(is_last, self.parameters, self.engine.transport),
         )
 

@@ -1,4 +1,4 @@
-"""Will compression pay? Predicted by `advise`, or found out by the run itself with `auto`."""
+"""Will compression pay? `advise` predicts it, `auto` measures it in the run itself."""
 
 from thinwire.advice.advice_page import Advice
 from thinwire.advice.automatic import Auto, auto

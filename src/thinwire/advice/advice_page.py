@@ -18,24 +18,24 @@ loss: held-out loss above exact averaging's, in percent; up to {NOISE_PERCENT:g}
     Measured with small models of text; yours may differ
 rounds: messages of a step that wait for each other"""
 
-# Than 16 bits, of four members (docs/optimizers.md).
+# Fewer bytes than 16 bits, with four members (docs/optimizers.md).
 MUON_TIMES_FEWER = 238
 
 
 @dataclass(frozen=True)
 class Advice:
-    """All predictions, fastest first, and the algorithm that follows. Printing it tells everything.
+    """All predictions, fastest first, and the advised algorithm. Printing it shows everything.
 
     Attributes:
-        predictions: Of everything that was considered.
+        predictions: Everything that was considered.
         baseline: Averaging in 16 bits, to compare with.
-        compute_seconds: A step without any averaging, predicted as the others.
-        least_gain: What an approximation must win at least, as a share of the baseline's step.
-        budget_loss: The largest loss gap that is accepted, as a share of exact averaging's loss.
-        optimizer: With which losses were looked up; None for the worst of all.
-        shards: Processes that hold a replica of a sharded model together; None of any other model.
-        processes: Of a machine that average inside of it first; bytes are those that leave it.
-        notes: What makes it less certain, in words.
+        compute_seconds: A step without averaging, predicted like the others.
+        least_gain: The least time that an approximation must save, as a share of the baseline's step.
+        budget_loss: The largest accepted loss gap, as a share of exact averaging's loss.
+        optimizer: The optimizer for which losses were looked up; None for the worst of all.
+        shards: Processes that together hold a replica of a sharded model; None for any other model.
+        processes: Processes of a machine that average inside it first; bytes are those that leave it.
+        notes: What makes the advice less certain, as sentences.
     """
 
     predictions: tuple[Prediction, ...]
@@ -50,17 +50,17 @@ class Advice:
 
     @property
     def best(self) -> Prediction:
-        """The advised algorithm: of those that `tied`, the one that loses least."""
+        """The advised algorithm: the one of `tied` that loses least."""
         return choose(self.tied)
 
     @property
     def tied(self) -> list[Prediction]:
-        """Within the loss budget the fastest that wins enough, and what is as fast, as far as can be told."""
+        """The fastest prediction within the loss budget that wins enough, and those that tie with it."""
         return contenders(self.predictions, self.least_gain, self.budget_loss, self.compute_seconds)
 
     @property
     def headline(self) -> tuple[str, str, str]:
-        """The action to take, how long a step takes then, and what it may lose, in a sentence each."""
+        """Three sentences: what to do, how long a step then takes, and what loss to expect."""
         do = "leave DDP as it is" if self.adds_nothing else self.best.code.splitlines()[-1]
         plain, ms = self.plain, 1e3 * self.best.step_seconds
         name = "DDP as it is" if plain.is_exact else plain.name
@@ -79,7 +79,7 @@ class Advice:
 
     @property
     def adds_nothing(self) -> bool:
-        """Whether exact averaging is advised, which DDP does by itself."""
+        """Whether exact averaging is advised, which DDP does itself."""
         return self.best.is_exact and self.shards is None
 
     @property
@@ -89,13 +89,13 @@ class Advice:
 
     @property
     def nothing_to_win(self) -> bool:
-        """Whether no averaging at all would win less than `least_gain`."""
+        """Whether even a step without averaging would win less than `least_gain`."""
         is_near = self.compute_seconds > (1 - self.least_gain) * self.best.step_seconds
         return is_near and not self.best.is_lossy
 
     @property
     def lines(self) -> dict[str, str]:
-        """Lines to paste by framework, in its users' names: model, optimizer, mesh, accelerator, trainer."""
+        """Lines to paste by framework, with its usual names: model, optimizer, mesh, accelerator, trainer."""
         if self.adds_nothing:
             return {}
         # Only FSDP2 is priced for a sharded model; native HSDP needs no Thinwire.
@@ -178,7 +178,7 @@ class Advice:
 
 
 def none_within(losses: dict[str, ExpectedLoss], budget_loss: float) -> str:
-    """Return that nothing meets the budget, and the algorithm that is nearest to it."""
+    """Return a sentence that nothing meets the budget, with the algorithm that comes closest."""
     known = {name: loss for name, loss in losses.items() if loss.percent is not None}
     nearest = min(known, key=lambda name: known[name].order, default=None)
     detail = f"the nearest is {nearest} ({known[nearest].short} % loss)" if nearest else "no gap is known"

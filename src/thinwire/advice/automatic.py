@@ -1,4 +1,4 @@
-"""`thinwire.auto`: the algorithm follows from the run's own first steps, and again when its link changes."""
+"""`thinwire.auto`: choose the algorithm by the run's own first steps, and again when the link changes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from thinwire.sync import GradientSync, engine_of
 
 logger = logging.getLogger(__name__)
 
-# The first step with an algorithm compares the processes, and sends what the one before has left; DDP
-# arranges its buckets again after its own first one.
+# The first step with an algorithm compares the processes, and sends the last algorithm's residual. DDP
+# rebuilds its buckets after its first step.
 UNTIMED_STEPS = 2
-CHANGE = 0.2  # a step that takes longer or shorter by such a share is of a different link
+CHANGE = 0.2  # if a step's time changes by more than this share, the link has changed
 
 
 def auto(
@@ -54,26 +54,26 @@ def auto(
     every_steps: int | None = 500,
     **settings: Any,
 ) -> Auto:
-    """Attach to a DDP or FSDP2 model, and choose the algorithm by what the run's own steps take.
+    """Attach to a DDP or FSDP2 model, and choose the algorithm by the times of the run's own steps.
 
-    Steps are timed with exact averaging, with 16 bits, and with each algorithm that is expected to lose no
-    more than the budget; the run goes on with the best by the rule of `thinwire.advise`. Every `every_steps`
-    it makes some steps with 16 bits again: if they take for sure a fifth more or less than before, all are
-    tried again. All steps train the model, and what an algorithm has not sent yet, the next one sends.
+    Steps are timed with exact averaging, with 16 bits, and with each algorithm whose expected loss is within
+    the budget. The run continues with the best one by the rule of `thinwire.advise`. Every `every_steps` it
+    makes some steps with 16 bits again: if they clearly take a fifth more or less time than before, all are
+    tried again. All steps train the model, and each algorithm sends what the one before has not sent yet.
 
-    Call it on every process, in place of `attach`, and leave `sync.use` alone. A run that resumes chooses
-    again. The result's `sync` is the handle; printing the result tells the choice, and so does the logger
-    "thinwire" at level INFO, on the first process.
+    Call it on every process, in place of `attach`, and do not call `sync.use`. A run that resumes chooses
+    again. The result's `sync` is the handle. Printing the result shows the choice, and the first process
+    logs it with logger "thinwire" at level INFO.
 
     Args:
-        model: As of `attach`.
-        optimizer: As of `advise`, as are the next three.
-        total_steps: Lightning and the Trainer tell it.
-        budget_loss: The largest loss gap that is accepted.
-        least_gain: What an approximation must win.
-        probe_steps: Timed steps with each algorithm; two more come before them.
-        every_steps: From one look at the link to the next; None for a single choice.
-        settings: All else that `attach` takes.
+        model: As in `attach`.
+        optimizer: As in `advise`, like the next three.
+        total_steps: Lightning and the Trainer provide it.
+        budget_loss: The largest accepted loss gap.
+        least_gain: The least time that an approximation must save.
+        probe_steps: Timed steps with each algorithm; two untimed ones come before them.
+        every_steps: Steps from one check of the link to the next; None to choose only once.
+        settings: All other arguments of `attach`.
 
     ConfigError if an argument is out of range, AgreementError if the processes were given different ones.
     """
@@ -89,7 +89,7 @@ def auto(
 
 
 class Rules(NamedTuple):
-    """Arguments of `auto`, checked."""
+    """Checked arguments of `auto`."""
 
     budget_loss: float
     least_gain: float
@@ -98,13 +98,13 @@ class Rules(NamedTuple):
 
 
 class Auto:
-    """Chooses the algorithm of a handle; `thinwire.auto` makes one. Printing it tells the choice and why.
+    """Chooses a handle's algorithm; `thinwire.auto` makes one. Printing it shows the choice and why.
 
     Attributes:
-        sync: The handle: what `attach` would have returned.
-        trials: What was measured in the choice under way, or the last one, in the order of the trials.
-        chosen: What the run goes on with; None while the first choice is under way.
-        is_choosing: Whether trials are under way.
+        sync: The handle, as `attach` would have returned it.
+        trials: The measurements of the current or last choice, in the order of the trials.
+        chosen: The algorithm that the run continues with; None during the first choice.
+        is_choosing: Whether trials are in progress.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Auto:
         # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.health_group
         self._groups = [self._engine.transport, *([] if together is None else [together])]
-        # All must make the same steps with the same algorithms, or they would wait for each other forever.
+        # All must make the same steps with the same algorithms, or they would wait for one another forever.
         described = {name: str(value) for name, value in rules._asdict().items()}
         described |= {CALL: "auto()", "optimizer": str(training.optimizer), "candidates": "; ".join(names)}
         described |= {"total_steps": str(training.steps)}
@@ -148,7 +148,7 @@ class Auto:
         tried = ", ".join(map(_timed, self.trials))
         return "\n".join([f"A step with {_timed(self.chosen)}. {why}", *self._notes, f"Tried: {tried}."])
 
-    # A generator, so that trials and looks read from top to bottom: each `yield` is a step of the run.
+    # A generator, so that trials and checks read from top to bottom: each `yield` is a step of the run.
     def _follow(self) -> Generator[None, float, None]:
         rules = self._rules
         while True:
@@ -160,7 +160,7 @@ class Auto:
             self._tell(f"from step {self.sync.steps} on: {self}")
             if rules.every_steps is None:
                 return
-            # Small messages hardly tell a fast link from a slow one: looks are steps with 16 bits.
+            # Small messages hardly show how fast a link is: checks are steps with 16 bits.
             now = before = self.trials[1]
             while not _differs(now, before):
                 self._use(self.chosen.name)
@@ -170,7 +170,7 @@ class Auto:
             self._tell(f"{_timed(now)}, in its trial {_timed(before)}: choosing again")
 
     def _use(self, name: str) -> None:
-        # Processes are compared again after a switch, so none is made without need.
+        # A switch makes processes compare again, so switch only if needed.
         if self.sync.algorithm != self._candidates[name].algorithm:
             self.sync.use(self._candidates[name].algorithm)
 
@@ -201,11 +201,11 @@ class Auto:
 
     def _after_step(self, committed: bool) -> None:
         seconds = self._clock() - self._last
-        # A step that was dropped tells nothing, and is dropped on all processes alike.
+        # A dropped step measures nothing; all processes drop the same ones.
         if committed:
             with suppress(StopIteration):
                 self._course.send(seconds)
-        # Read again: what was compared in between is no part of the next step.
+        # Read the clock again: comparing trials is not part of the next step.
         self._last = self._clock()
 
     def _tell(self, text: str) -> None:
@@ -218,7 +218,7 @@ def _timed(trial: Prediction) -> str:
 
 
 def _differs(now: Prediction, before: Prediction) -> bool:
-    """Return whether steps take a different time, for sure, than before."""
-    # If the quartiles of then and now overlap, it may be what else the machine does.
+    """Return whether steps clearly take a different time than before."""
+    # If the quartiles overlap, other work on the machine may be the cause.
     is_apart = now.low_seconds > before.high_seconds or now.high_seconds < before.low_seconds
     return is_apart and abs(now.step_seconds - before.step_seconds) > CHANGE * before.step_seconds

@@ -1,4 +1,4 @@
-"""`thinwire.advise`: steps are timed here, the link comes from a probe, losses from a table."""
+"""`thinwire.advise`: time steps on this process, take the link from a probe, and losses from a table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from thinwire.torch_private import uncompiled
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-SHARDED = "thinwire.advice.sharded_subject"  # it knows of DTensors, which take seconds to import
+SHARDED = "thinwire.advice.sharded_subject"  # imports DTensor, which takes seconds
 
 
 def advise(
@@ -49,38 +49,38 @@ def advise(
     total_steps: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Advice:
-    """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
+    """Predict each algorithm's step time for a model on the probed network, and its loss gap.
 
     Steps of a copy of the model (without a DDP model's options) are timed on this process, without any
-    network. The probe tells how long their messages would have been under way; of as many steps as there are
-    processes the slowest sets the pace. With a model of `fully_shard`, the processes of a replica time steps
-    together, share the link of the one process that was probed, and are compared with native HSDP in bf16.
+    network. The probe tells how long their messages would take. The slowest of as many steps as there are
+    processes sets the pace. With a `fully_shard` model, the processes of a replica time steps together, share
+    the link of the one process that was probed, and are compared with native HSDP in bf16.
 
-    Call it on every process of the default process group (of a sharded model: of one replica), or with a
-    probe in a process alone, which needs no group; the result is the same on all. A module that communicates
-    by itself (SyncBatchNorm) must do so in every process alike. It takes the memory of a copy of the model
-    (or of this process's shards), its gradients, and what the algorithm whose turn it is keeps.
+    Call it on every process of the default process group (for a sharded model: of one replica), or with a
+    probe in a single process, which needs no group. The result is the same on all. A module that communicates
+    itself (SyncBatchNorm) must do so in every process. Memory: a copy of the model (or of this process's
+    shards), its gradients, and the state of one algorithm at a time.
 
     Args:
-        model: A module, plain or of DDP. Or an FSDP2 model, which is trained itself, and put back as it was.
-        one_step: Is called with a DDP model of the copy, or with the FSDP2 model; to make a batch, run
-            forward and backward. What else it does (an optimizer's step) counts in every prediction.
-        probe: Of the network; None to probe the default process group now, which is collective. For a
-            sharded model: of one process on each machine, or of all on machines that hold a replica each.
-        replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
+        model: A module, plain or DDP. Or an FSDP2 model, which is itself trained, and then restored.
+        one_step: Called with a DDP model of the copy, or with the FSDP2 model; it makes a batch and runs
+            forward and backward. Whatever else it does (an optimizer's step) counts in every prediction.
+        probe: The network's probe; None to probe the default process group now, which is collective. For a
+            sharded model: of one process per machine, or of all, if each machine holds a replica.
+        replicas: For a sharded model without a probe: as in `attach`; the links are probed now.
         budget_seconds: About how long it may take. Ten steps with each algorithm are made in any case.
-        least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
+        least_gain: How much faster than both exact and 16-bit averaging an approximation must be to be
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
             0.01 is 1 %; at most 0.2. `math.inf` for any, known or not.
-        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With None,
-            and one that was not measured with, the largest gap of all counts.
-        total_steps: Of the run. Few bits lose more in short ones, so only runs count that were not longer;
-            with None, the shortest.
-        progress: Gets what is being measured, in words.
+        optimizer: The optimizer that trains the model, or its name, such as "AdamW": loss gaps depend on it.
+            With None, or one without measurements, the largest gap of all counts.
+        total_steps: Steps of the run. Few bits lose more in short runs, so only runs that were not longer
+            count; with None, the shortest.
+        progress: Called with a description of each measurement.
 
     Raises:
-        ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
+        ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1 or on several
             devices, the probe does not know the link's rate, or an argument is out of range.
         AttachError: The model is all frozen; or `attach` does not take the sharded model.
         GradientError: Gradients are sparse.
@@ -109,8 +109,8 @@ def advise(
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
-    """Return the module to train here, and its device: a copy of it, but a sharded model itself."""
-    # A compiled module can't be copied, and a wrapper's copy would average: take the module inside.
+    """Return the module to time, and its device: a copy, or a sharded model itself."""
+    # A compiled module can't be copied, and a DDP model's copy would average: take the module inside.
     ddp = ddp_inside(model)
     module = uncompiled(model) if ddp is None else ddp.module
     if not isinstance(module, nn.Module):
@@ -126,14 +126,14 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     if others:
         devices = " and ".join(sorted(map(str, (device, *others))))
         raise ConfigError(f"advise times the work of one device, got a model on {devices}; put it on one")
-    # A copy: neither gradients nor hooks are left behind.
+    # A copy, to leave no gradients or hooks behind.
     return module if is_fsdp2(module) else copy.deepcopy(module), device
 
 
 def _link_between_replicas(
     module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None
 ) -> MeasuredLink:
-    """Return the link between the replicas, probed now if there is no probe, which is collective."""
+    """Return the link between the replicas. Without a probe it is probed now, which is collective."""
     if is_fsdp2(module):
         sharded = import_module(SHARDED)
         probe = probe or sharded.probed_between_replicas(module, replicas)
@@ -144,7 +144,7 @@ def _link_between_replicas(
 
 
 def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) -> Iterator[str]:
-    """Yield how the probe differs from this job, and what is assumed of machines of several processes."""
+    """Yield how the probe differs from this job, and what is assumed about machines of several processes."""
     probe, predicted_processes = link.probe, link.members * link.shards * link.processes
     if link.processes > 1:
         yield (
@@ -154,7 +154,7 @@ def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) 
     if link.shards > 1:
         shared = f"the {link.shards} of a replica share one link"
         yield f"Predicted for {link.members} replicas of {link.shards} shards; {shared} to the others."
-    # One replica alone may ask about any network.
+    # A job of one replica may ask about any network.
     if num_processes not in (link.shards, predicted_processes):
         sizes = f"of {probe.world_size} processes, this job has {num_processes}"
         yield f"The probe is {sizes}: predictions are for {predicted_processes}."
@@ -164,7 +164,7 @@ def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) 
     if hosts and here not in hosts:
         few = ", ".join(hosts[:4]) + (", …" if len(hosts) > 4 else "")
         yield f"The probe is of other machines ({few}): their links, and the arithmetic of this one, {here}."
-    # A network that this very job has just probed is no surprise.
+    # If this job has just probed the network itself, it knows that.
     if len(hosts) == 1 and num_processes != probe.world_size:
         here_alone = f"All processes of the probe ran on one machine, {hosts[0]}"
         yield f"{here_alone}; for a training on several, probe between those."

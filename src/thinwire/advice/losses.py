@@ -1,4 +1,4 @@
-"""The algorithms that are priced, and the loss each costs: gaps to exact averaging, from `loss_gaps.json`."""
+"""The priced algorithms and the loss each costs: gaps to exact averaging, from `loss_gaps.json`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from thinwire.algorithms import registry
 from thinwire.algorithms.registry import Variant
 from thinwire.errors import ConfigError
 
-# 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
+# 16 bits have no measurable loss, and every backend supports them: compression must beat that.
 EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
-# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/optimizers.md).
+# Bf16 and 8 bits, which lose nothing, moved single runs by this much (docs/optimizers.md).
 NOISE_PERCENT = 0.5
-SGD_MOMENTUM = 0.9  # of all trainings in the table
+SGD_MOMENTUM = 0.9  # in all trainings of the table
 MAX_NAME_LENGTH = 100  # it is printed
 # A matrix rank is a smaller share of a wider matrix: rank 16 makes gradients of 0.67 M parameters 6 times
-# smaller, of 350 M 54 times, and with AdamW the rank that did so in the small model lost 17 %. So low rank's
-# gaps tell nothing of a model more than so many times larger, but with SGD, with which published runs of
-# larger models lost nothing (docs/powersgd.md).
+# smaller, of 350 M parameters 54 times. With AdamW, the rank that gives 54 in the small model lost 17 %. So
+# low rank's gaps say nothing about a model more than this many times larger, except with SGD, with which
+# published runs of larger models lost nothing (docs/powersgd.md).
 LOW_RANK, MAX_TIMES_LARGER = "PowerSGD(", 10
 
 Kind = Literal["exact", "measured", "between", "above", "unknown"]
@@ -34,13 +34,13 @@ Kind = Literal["exact", "measured", "between", "above", "unknown"]
 
 @dataclass(frozen=True)
 class LossGap:
-    """How much more held-out loss than exact averaging an algorithm had, after equally many steps.
+    """How much more held-out loss than exact averaging an algorithm had, after the same number of steps.
 
-    `percent` is the mean over trainings with `seeds` seeds, from `low_percent` to `high_percent` its 95 %
-    interval (Student's t), `source` the file of this project. A model is an LSTM or else a transformer.
+    `percent` is the mean over trainings with `seeds` seeds; `low_percent` to `high_percent` is its 95 %
+    interval (Student's t); `source` is a file of this project. A model is an LSTM or else a transformer.
     """
 
-    name: str  # of the algorithm, as it prints
+    name: str  # the algorithm's, as it prints
     optimizer: str
     members: int
     parameters: int
@@ -54,7 +54,7 @@ class LossGap:
 
     @property
     def training(self) -> str:
-        """The training in which it was measured, and the file that tells it."""
+        """The training in which it was measured, and the file that documents it."""
         kind = "an LSTM" if self.is_recurrent else "a transformer"
         model = f"{kind} of {self.parameters / 1e6:.3g} M parameters, {self.steps:,} steps"
         return f"measured with {self.optimizer}, {self.members} members, {model} ({self.source})"
@@ -62,7 +62,7 @@ class LossGap:
 
 @dataclass(frozen=True)
 class Training:
-    """For which a loss gap is looked up."""
+    """The training for which a loss gap is looked up."""
 
     optimizer: str | None  # None for the worst of all
     members: int
@@ -83,12 +83,12 @@ class ExpectedLoss:
     """A gap to the loss of exact averaging, as far as it is known.
 
     Attributes:
-        kind: "exact": there is none. "measured": `gaps` has it. "between": not measured; `gaps` holds a
-            lower and an upper bound. "above": only the lower one. "unknown": nothing was measured, or only in
+        kind: "exact": there is none. "measured": `gaps` has it. "between": not measured; `gaps` has a lower
+            and an upper bound. "above": only the lower one. "unknown": nothing was measured, or only in
             longer runs, or (low rank) in far smaller models.
-        percent: To be counted with: the mean, or the upper bound, from low_percent to high_percent; None if
+        percent: The gap to expect: the mean, or the upper bound, from low_percent to high_percent; None if
             there is none.
-        gaps: The measurements that it is made of.
+        gaps: The measurements behind it.
     """
 
     kind: Kind
@@ -99,21 +99,21 @@ class ExpectedLoss:
 
     @property
     def order(self) -> float:
-        """Percent that losses are ranked by: 0 for a gap that the table can't tell from none."""
+        """The percent by which losses are ranked: 0 for a gap within the table's noise."""
         if self.percent is None:
             return math.inf
         return self.percent if self.percent > NOISE_PERCENT else 0.0
 
     @property
     def short(self) -> str:
-        """A few letters, in percent."""
+        """A short form, in percent."""
         if self.percent is not None:
             return ("≤ " if self.kind == "between" else "") + signed(self.percent)
         return "?" if self.low_percent is None else f"> {signed(self.low_percent)}"
 
     @property
     def in_words(self) -> str:
-        """The possible loss, in a sentence."""
+        """A sentence about the loss to expect."""
         if self.kind == "exact":
             return "It loses nothing: it is exact averaging."
         if self.percent is None:
@@ -131,13 +131,13 @@ UNKNOWN_LOSS = ExpectedLoss("unknown")
 
 
 def priced() -> dict[str, Variant]:
-    """Return the algorithms that are priced, as they are written in code."""
+    """Return the priced algorithms by their code."""
     return {variant.code: variant for registered in registry.REGISTRY for variant in registered.priced}
 
 
 @cache
 def loss_gaps() -> tuple[LossGap, ...]:
-    """Return all gaps that are shipped."""
+    """Return all gaps of `loss_gaps.json`."""
     text = files("thinwire.advice").joinpath("loss_gaps.json").read_text(encoding="utf-8")
     return tuple(LossGap(**row) for row in json.loads(text)["gaps"])
 
@@ -161,12 +161,12 @@ def optimizer_name(optimizer: object) -> str | None:
         raise ConfigError(
             f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {optimizer!r:.200}'
         )
-    plain = text.rpartition(".")[2].lower()  # it may be written torch.optim.AdamW
+    plain = text.rpartition(".")[2].lower()  # the name may be written torch.optim.AdamW
     return next((name for name in known_optimizers() if name.lower() == plain), text)
 
 
 def notes_on_losses(optimizer: object, total_steps: int | None) -> Iterator[str]:
-    """Yield how the user's run differs from those that gaps were measured in, in words."""
+    """Yield sentences on how the user's run differs from those in which gaps were measured."""
     known, name = ", ".join(known_optimizers()), optimizer_name(optimizer)
     if name is None:
         yield f"Loss gaps are the largest of {known}; name your optimizer for its own."
@@ -184,7 +184,7 @@ def notes_on_losses(optimizer: object, total_steps: int | None) -> Iterator[str]
 
 
 def notes_on_size(training: Training) -> Iterator[str]:
-    """Yield that no loss was measured with so large a model, if none was."""
+    """Yield a sentence if no loss was measured with such a large model."""
     largest = max(gap.parameters for gap in loss_gaps())
     if training.parameters > 2 * largest:
         sizes = f"{training.parameters / 1e6:,.4g} M parameters, none above {largest / 1e6:.3g} M"
@@ -199,7 +199,7 @@ def _unwrapped(optimizer: object) -> object:
 
 
 def expected_losses(training: Training) -> dict[str, ExpectedLoss]:
-    """Return the loss gap of every algorithm that is priced, by its code."""
+    """Return the loss gap of every priced algorithm, by its code."""
     losses = {}
     for code, variant in priced().items():
         # 16 bits changed nothing in runs of any length.
@@ -212,13 +212,13 @@ def expected_losses(training: Training) -> dict[str, ExpectedLoss]:
 def expected_loss(
     name: str, training: Training, loses_more_than: str = "", loses_less_than: str = ""
 ) -> ExpectedLoss:
-    """Return the loss known of an algorithm: measured itself, or else between two others."""
+    """Return an algorithm's known loss: measured, or else bounded by two other algorithms."""
     gap = nearest_gap(name, training)
     if gap is not None and _is_as_short(gap, training):
         return ExpectedLoss("measured", gap.percent, gap.low_percent, gap.high_percent, (gap,))
     less, more = nearest_gap(loses_more_than, training), nearest_gap(loses_less_than, training)
     if less is not None and more is not None and _is_as_short(more, training):
-        # The larger one counts, so that what is within a budget is so for sure.
+        # The larger one counts, so that an algorithm within the budget certainly is.
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
     if less is not None:
         return ExpectedLoss("above", low_percent=less.percent, gaps=(less,))
@@ -232,17 +232,17 @@ def nearest_gap(name: str, training: Training) -> LossGap | None:
         gaps = [gap for gap in loss_gaps() if (gap.name, gap.optimizer) == (name, optimizer)]
         if name.startswith(LOW_RANK) and training.optimizer != "SGD":
             gaps = [gap for gap in gaps if training.parameters <= MAX_TIMES_LARGER * gap.parameters]
-        # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.
+        # Prefer the same kind of model: an LSTM lost several percent where transformers lost nothing.
         gaps = [gap for gap in gaps if gap.is_recurrent == training.is_recurrent] or gaps
         if gaps:
-            # Longer runs lose less, and promise nothing for a shorter one.
+            # Longer runs lose less, and say nothing about a shorter one.
             most_steps = max(min(gap.steps for gap in gaps), training.steps or 0)
             short = [gap for gap in gaps if gap.steps <= most_steps]
             nearest[optimizer] = min(short, key=lambda gap: (_distance(gap, training), -gap.seeds))
     if training.optimizer in known_optimizers():
-        # The loss with a different optimizer would tell nothing, even if this one was not measured.
+        # The loss with a different optimizer would say nothing, even if this one was not measured.
         return nearest.get(training.optimizer)
-    # For an optimizer without measurements, the worst is the honest guess.
+    # For an optimizer without measurements, assume the worst.
     return max(nearest.values(), key=lambda gap: (not _is_as_short(gap, training), gap.percent), default=None)
 
 

@@ -1,7 +1,7 @@
-"""The first question: what would a step take, of a model of which only the size is known?
+"""Advice without a model: the step time if only the number of parameters is known.
 
-Nothing is timed: messages come from the algorithms' own plans for a model of typical shapes, the time of
-computing is the user's, and what arithmetic adds to it is a constant for each element.
+Nothing is timed: messages come from the algorithms' own plans for a model of typical shapes, compute time is
+given by the user, and Thinwire's arithmetic adds a constant time per element.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from thinwire.comm import Collective, InProcessTransport
 from thinwire.plan import ParameterSpec
 from thinwire.probe.measured_link import MeasuredLink
 
-# Arithmetic adds this to a step on one H100, in seconds for each element: the larger of what whole steps of
-# 163 M parameters took longer, and of the device's own time for 124 M; what was not timed takes what the next
-# rougher or larger setting took. From benchmarks/results/2026-11-26-gpu-h100.md, which docs/results.md shows.
+# Time that arithmetic adds to a step on one H100, in seconds per element: the larger of the extra time of
+# whole steps with 163 M parameters, and the device's own time for 124 M. Settings that were not timed get the
+# time of the next rougher or larger one. From benchmarks/results/2026-11-26-gpu-h100.md, see docs/results.md.
 ARITHMETIC_SOURCE = "one H100 (docs/results.md)"
 ARITHMETIC_SECONDS = {
     "AllReduce()": 0.0,
@@ -48,12 +48,12 @@ COLLECTIVES: dict[type[Algorithm], tuple[Collective, ...]] = {
     Quantize: ("all_to_all", "all_gather"),
     TopK: ("all_gather",),
 }
-FORWARD_SHARE = 1 / 3  # of computing: a backward pass takes about twice as long
-BLOCKS_SHARE = 0.85  # of the parameters; the others are the embedding
+FORWARD_SHARE = 1 / 3  # of compute time: a backward pass takes about twice as long
+BLOCKS_SHARE = 0.85  # of the parameters; the rest is the embedding
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 LEAST_GAIN = 0.05  # the default of `thinwire.advise`
 MAX_PARAMETERS = 10**12
-MOMENT = 1e-9  # puts events that happen at once in their order
+MOMENT = 1e-9  # added to order simultaneous events
 
 
 def advise_by_size(
@@ -65,12 +65,12 @@ def advise_by_size(
     optimizer: str | None = None,
     total_steps: int | None = None,
 ) -> Advice:
-    """Return the advice for a model of so many parameters whose forward and backward pass take so long."""
+    """Return the advice for a model with this many parameters and this forward and backward time."""
     total_steps, model = checked_steps(total_steps), stand_in(parameters)
     training = Training.of(model, optimizer_name(optimizer), link.members, total_steps)
     steps = planned_steps(model, compute_seconds, training)
     is_free_inside = link.processes > 1 and not link.inside_seconds(steps.gradient_bytes)
-    # No step was timed, so it does not matter on which machines the probe was.
+    # No step was timed, so the probe's machines do not matter.
     unnamed = replace(link, probe=replace(link.probe, hosts=[]))
     notes = (
         *notes_on_losses(optimizer, total_steps),
@@ -84,12 +84,12 @@ def advise_by_size(
 
 
 def stand_in(parameters: int, device: str = "meta") -> nn.Module:
-    """Return a model of exactly so many parameters: an embedding, and torch's blocks of a transformer."""
-    # Depth is about a 64th of the width, as in GPT-2 and GPT-3; a block has 12 width² and 13 width.
+    """Return a model with exactly this many parameters: an embedding and torch's transformer blocks."""
+    # Depth is about width / 64, as in GPT-2 and GPT-3; a block has 12 width² + 13 width parameters.
     width = max(1, round((BLOCKS_SHARE * parameters / 12 * 64) ** (1 / 3) / 64)) * 64
     num_blocks = int(BLOCKS_SHARE * parameters / (12 * width**2 + 13 * width))
     rows, rest = divmod(parameters - num_blocks * (12 * width**2 + 13 * width), width)
-    # Drawing normal numbers without memory would import torch's compiler, which takes a second.
+    # Drawing normal numbers on the meta device would import torch's compiler, which takes a second.
     table = torch.zeros(rows, width, device=device)
     layers: dict[str, nn.Module] = {}
     layers["embedding"] = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ def stand_in(parameters: int, device: str = "meta") -> nn.Module:
 
 
 def planned_steps(model: nn.Module, compute_seconds: float, training: Training) -> PricedSteps:
-    """Return steps as plans say them, with DDP's buckets; the backward pass takes its time evenly."""
+    """Return steps planned with DDP's buckets; gradients become ready at an even rate."""
     # Gradients are ready from the last layer to the first.
     specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()][::-1]
     gradient_bytes = sum(spec.gradient_bytes for spec in specs)
@@ -113,7 +113,7 @@ def planned_steps(model: nn.Module, compute_seconds: float, training: Training) 
     for name, variant in steps.variants.items():
         algorithm, arithmetic_seconds = variant.algorithm, training.parameters * ARITHMETIC_SECONDS[name]
         plans = [algorithm.prepare(bucket, num_members=training.members) for bucket in buckets]
-        # Half of the arithmetic comes before a bucket's message, the rest when all means are there.
+        # Half of the arithmetic comes before a bucket's message, the rest after all means have arrived.
         backward_seconds = (1 - FORWARD_SHARE) * compute_seconds + arithmetic_seconds / 2
         done = accumulate(sum(spec.gradient_bytes for spec in bucket) for bucket in buckets)
         shares = [num_bytes / gradient_bytes for num_bytes in done]
@@ -132,14 +132,14 @@ def planned_steps(model: nn.Module, compute_seconds: float, training: Training) 
 
 
 def handed_bytes(collective: Collective, message_bytes: int, members: int) -> int:
-    """Return the bytes that a process hands over, of those that are counted as of an all-reduce."""
+    """Return the bytes that a process contributes, from bytes counted as for an all-reduce."""
     if collective == "all_gather":
         return 2 * message_bytes // members
     return 2 * message_bytes if collective == "all_to_all" else message_bytes
 
 
 def in_buckets(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Return DDP's buckets: one is closed when it has its bytes, and the first is a small one."""
+    """Return DDP's buckets: each is closed when it has enough bytes, and the first is smaller."""
     buckets, enough = [list[ParameterSpec]()], FIRST_BUCKET_BYTES
     for spec in specs:
         if sum(member.gradient_bytes for member in buckets[-1]) >= enough:
@@ -149,17 +149,17 @@ def in_buckets(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     return buckets
 
 
-# When it is sent, its bytes, when its mean is needed, and which of its bucket's messages it is.
+# A message: when it is sent, its bytes, when its mean is needed, and its number in its bucket.
 Planned = tuple[float, int, float, int]
 
 
 def round_bytes(plan: BucketPlan, which: int) -> int:
-    """Return the bytes of one of a bucket's rounds; what travels in fewer rounds is in the first ones."""
+    """Return the bytes of one of a bucket's rounds; routes with fewer rounds use the first ones."""
     return sum(route.message_bytes // route.rounds for route in plan.routes if route.rounds > which)
 
 
 def together(plans: Sequence[BucketPlan], ready: Sequence[float]) -> Iterator[Planned]:
-    """Yield the first message of each bucket when that is ready, and later ones of all at the end."""
+    """Yield each bucket's first message when it is ready, and the later ones of all at the end."""
     end = ready[-1] + MOMENT
     for plan, seconds in zip(plans, ready, strict=True):
         yield seconds, round_bytes(plan, 0), end, 0
@@ -174,5 +174,5 @@ def in_turn(plans: Sequence[BucketPlan], ready: Sequence[float]) -> Iterator[Pla
     waits = [*(seconds + MOMENT for seconds in ready[1:]), end, end, end + 2 * MOMENT]
     for index, plan in enumerate(plans):
         yield ready[index], round_bytes(plan, 0), waits[index], 0
-        # It is waited for with the first message that is sent after it.
+        # It is awaited together with the first message sent after it.
         yield waits[index] + MOMENT, round_bytes(plan, 1), waits[index + 2], 1

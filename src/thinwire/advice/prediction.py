@@ -1,4 +1,4 @@
-"""Predictions, the one rule by which `advise` and `auto` choose one, and the lines of code that use it."""
+"""Predictions, the rule by which `advise` and `auto` choose one, and the lines of code to use it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from thinwire.advice.losses import UNKNOWN_LOSS, ExpectedLoss
 from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 
-MAX_BUDGET_LOSS = 0.2  # more was probably meant in percent
-MAX_SLOWDOWN = 1.1  # of what ties with the fastest
-# It sends what `Cast("bf16")` sends, at the same moments, and needs no Thinwire.
+MAX_BUDGET_LOSS = 0.2  # a larger number was probably meant in percent
+MAX_SLOWDOWN = 1.1  # of predictions that tie with the fastest
+# It sends the same messages as `Cast("bf16")`, at the same time, without Thinwire.
 NATIVE = "native HSDP in bf16"
 NATIVE_LINES = (
     "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
     "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
 )
-# It replaces the parameters: an optimizer that was made before would train what is no longer there.
+# It replaces the parameters: an optimizer made before would train the old ones.
 SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, of the shards\n'
-# By framework, in its users' names.
+# By framework, with its usual names.
 LINES = {
     "DDP": "thinwire.attach(ddp_model, {})",
     "FSDP2": SHARDING + 'thinwire.attach(model, {}, replicas=mesh["replicate"])',
@@ -42,20 +42,20 @@ class Prediction:
     """The cost of an algorithm: predicted, or measured in the run by `auto`.
 
     Attributes:
-        name: As it is written in code.
+        name: The algorithm, as written in code.
         code: The line to add.
-        step_seconds: Predicted.
-        low_seconds: A quarter of the steps would be faster.
-        high_seconds: A quarter of them would be slower.
-        sent_bytes: What leaves a process on the wire per step, and as much reaches it; of a sharded model,
-            all processes of a replica together.
-        memory_bytes: What it keeps between steps.
+        step_seconds: The predicted median.
+        low_seconds: A quarter of the steps would be faster than this.
+        high_seconds: A quarter of them would be slower than this.
+        sent_bytes: Bytes that a process sends on the wire per step; it receives as many. For a sharded model,
+            those of all processes of a replica.
+        memory_bytes: Bytes that it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits.
-        residual_bytes: What a process averages exactly when the state is saved.
-        loss: The gap to exact averaging's loss that is to be expected.
-        rounds: Messages of a step that wait for each other.
-        seconds_at: `step_seconds` by the link's round trip in ms, at the rate that was probed. Empty if it
-            is not known how many round trips a message takes: other backends than Gloo.
+        residual_bytes: Bytes that a process averages exactly when the state is saved.
+        loss: The expected gap to exact averaging's loss.
+        rounds: Messages of a step that wait for one another.
+        seconds_at: `step_seconds` by the link's round trip in ms, at the probed rate. Empty for backends
+            other than Gloo: the number of round trips per message is then unknown.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Prediction:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is exact averaging, which DDP does by itself."""
+        """Whether it is exact averaging, which DDP does itself."""
         return self.loss.kind == "exact"
 
 
@@ -88,7 +88,7 @@ def checked_budget(budget_loss: object) -> float:
 
 
 def checked_gain(least_gain: object) -> float:
-    """Return the least that an approximation must win, as a share of a step."""
+    """Return the least time that an approximation must save, as a share of a step."""
     gain = number("least_gain", least_gain, minimum=0)
     if gain >= 1:
         raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
@@ -101,7 +101,7 @@ def checked_steps(total_steps: object) -> int | None:
 
 
 def choose(contenders: Sequence[Prediction]) -> Prediction:
-    """Return the one that loses least; of equal losses the one that sends the most bits."""
+    """Return the contender that loses least; among equal losses, the one that sends the most bits."""
 
     def order(prediction: Prediction) -> tuple[float, bool, float]:
         loss = prediction.loss.order if prediction.is_lossy else 0.0
@@ -116,11 +116,11 @@ def contenders(
     budget_loss: float = math.inf,
     compute_seconds: float = 0.0,
 ) -> list[Prediction]:
-    """Return the fastest within the budget (the first), and what is as fast as it, as far as can be told.
+    """Return the fastest prediction within the budget, first, and those that tie with it.
 
     Exact and 16-bit averaging lose nothing. A rougher algorithm must win more than `least_gain` over both,
-    and for sure: quartiles do not overlap. Where no averaging at all would win no more than that over exact
-    averaging, what seems faster is chance.
+    and clearly: quartiles must not overlap. If even no averaging would not win that much over exact
+    averaging, faster predictions are due to chance.
     """
     exact = [prediction for prediction in predictions if prediction.is_exact]
     if exact and compute_seconds > (1 - least_gain) * exact[0].step_seconds:
@@ -133,16 +133,16 @@ def contenders(
         if prediction.is_lossy
         and prediction.step_seconds < max_seconds
         and prediction.high_seconds < careful[0].low_seconds
-        # If there is no bound, algorithms of unknown gap stay.
+        # Without a bound, algorithms with an unknown gap stay.
         and prediction.loss.order <= 100 * budget_loss
     ]
     return _tied(rough, least_gain) if rough else careful
 
 
 def _tied(predictions: Sequence[Prediction], least_gain: float) -> list[Prediction]:
-    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure."""
+    """Return the fastest, first, and those over which it wins at most `least_gain`, or not clearly."""
     fastest, *slower = sorted(predictions, key=lambda prediction: prediction.step_seconds)
-    # If steps are noisy, quartiles overlap with those of half the speed: no gap is worth so much time.
+    # With noisy steps, quartiles overlap even at half the speed: no gap in loss is worth that much time.
     near_seconds = MAX_SLOWDOWN * fastest.step_seconds
     return [fastest] + [
         prediction

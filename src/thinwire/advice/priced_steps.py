@@ -1,4 +1,4 @@
-"""Steps with each priced algorithm, timed or planned, and what follows from them on a link."""
+"""Steps with each priced algorithm, timed or planned, and predictions from them for a link."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from thinwire.comm import Transport, gather_numbers
 from thinwire.probe.measured_link import MeasuredLink
 
 ROUND_TRIPS_MS = (0, 5, 20, 80)
-MIN_SPREAD = 0.2  # below, it hardly shows in what is measured
+MIN_SPREAD = 0.2  # a smaller spread hardly shows in measurements
 
 Quartiles = tuple[float, float, float]  # the median comes first
 
 
 @dataclass
 class TimedSteps:
-    """Timings of steps with an algorithm, and the bytes that it keeps between them."""
+    """Timings of steps with an algorithm, and the bytes that it keeps between steps."""
 
     timelines: list[Timeline] = field(default_factory=list)
     memory_bytes: int = 0
@@ -38,7 +38,7 @@ class PricedSteps:
     ) -> None:
         self.training, self.gradient_bytes = training, gradient_bytes
         self.transport = transport  # between all processes that measure
-        self.shards = shards  # processes that hold a replica together
+        self.shards = shards  # processes that together hold a replica
         self.variants, self.losses = priced(), expected_losses(training)
         self.baseline = NATIVE if shards else BASELINE
         self.variants[self.baseline] = self.variants.pop(BASELINE)
@@ -49,7 +49,7 @@ class PricedSteps:
     def advice(
         self, link: MeasuredLink, least_gain: float, budget_loss: float, notes: Iterable[str]
     ) -> Advice:
-        """Predict steps on a link, and advise. Collective."""
+        """Predict steps on a link, and return advice. Collective."""
         members, round_trips = self.training.members, ROUND_TRIPS_MS if link.counts_round_trips else ()
         inside_seconds = link.inside_seconds(self.gradient_bytes)
 
@@ -57,13 +57,13 @@ class PricedSteps:
             return slowest_of([line.step_seconds(network) for line in timed.timelines], members)
 
         alone = [timeline.seconds for timeline in self.alone.timelines]
-        # Without averaging, too, the slowest process sets the pace. The spread is that of single ones.
+        # Without averaging, too, the slowest process sets the pace. The spread is that of single processes.
         numbers = [slowest_of(alone, link.members * link.processes)[0], *slowest_of(alone, 1)[1:]]
         for timed in self.timed.values():
             on_others = [partial(link.transfer, round_trip_seconds=ms / 1e3) for ms in round_trips]
             seconds = *quartiles(timed, link.transfer), *(quartiles(timed, other)[0] for other in on_others)
             numbers += [inside_seconds + taken for taken in seconds]
-        # All in one message, and alike on all processes, so that all choose alike.
+        # All in one message, with equal results on all processes, so that all choose the same.
         means = iter(mean_over_processes(numbers, self.transport))
         compute_seconds, low_seconds, high_seconds = next(means), next(means), next(means)
         predictions = []
@@ -107,8 +107,8 @@ class PricedSteps:
 
 
 def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:
-    """Return median and quartiles of the slowest of as many steps as there are processes."""
-    # All of k independent steps are below a time with the k-th power of the chance that one is.
+    """Return median and quartiles of the slowest step out of one per process."""
+    # The chance that all of k independent steps are below a time is the k-th power of the chance for one.
     ordered = sorted(seconds)
 
     def below(share: float) -> float:

@@ -1,4 +1,4 @@
-"""A sharded model whose steps are timed with each algorithm, on the processes that hold one replica."""
+"""A sharded model whose steps are timed with each algorithm, on the processes of one replica."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from thinwire.sync import Engine, Settings
 
 
 class ShardedSubject:
-    """A model of `fully_shard` whose steps are timed. FSDP2's own messages are sent, inside of the replica.
+    """A `fully_shard` model whose steps are timed. FSDP2's own messages inside the replica are sent.
 
-    It can't be copied, so parameters, buffers and gradients are put back when it is left.
+    It can't be copied, so its parameters, buffers and gradients are restored at the end.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
@@ -61,12 +61,12 @@ def shards_of(model: nn.Module) -> Transport:
 
 
 def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
-    """Probe the links between replicas, by the first process of each; the same on all of a replica."""
+    """Probe the links between the first processes of replicas; return the probe on all of a replica."""
     if replicas is None:
         do = 'pass a probe of one process per replica (thinwire probe --save), or replicas=mesh["replicate"]'
         raise ConfigError(f"a sharded model does not tell where its other replicas are: {do}")
     shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
-    # One shard alone: several at once would share the link, each at different moments.
+    # Only one shard: several would share the link, at varying times.
     text = probe(group).to_json() if shards.rank == 0 else ""
     first, *_ = gather_bytes(text.encode(), shards, "advise: the probe")
     return Probe.from_json(first.decode())
@@ -74,7 +74,7 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Leave parameters, buffers and gradients as they are now."""
+    """Restore parameters, buffers and gradients at the end of this context."""
     tensors = [local_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
     held = [tensor.clone() for tensor in tensors]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]

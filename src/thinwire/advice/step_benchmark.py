@@ -22,9 +22,9 @@ from thinwire.sync import Engine
 if TYPE_CHECKING:
     from thinwire.advice.sharded_subject import ShardedSubject
 
-# Steps of a turn: in their first step adapters agree, plan and compile; in the second they have a residual.
+# Steps of a turn: adapters agree, plan and compile in the first step, and have a residual from the second on.
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
-# One in each direction, so that no algorithm is always the first.
+# One in each direction, so that no algorithm always comes first.
 MIN_ROUNDS = 2
 
 OneStep = Callable[[nn.Module], object]
@@ -33,10 +33,10 @@ OneStep = Callable[[nn.Module], object]
 class DDPSubject:
     """A copy of the user's model, in a DDP group of this process only, whose steps are timed."""
 
-    shards: int | None = None  # processes that hold a replica together; None if each holds all of it
+    shards: int | None = None  # processes that together hold a replica; None if each holds all of it
 
     def __init__(self, module: nn.Module, transport: Transport, entered: ExitStack) -> None:
-        # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
+        # In a larger group, DDP would broadcast buffers in each step, but each process measures on its own.
         group = own_subgroup(1, None)
         entered.callback(dist.destroy_process_group, group)
         self._transport = transport
@@ -47,9 +47,9 @@ class DDPSubject:
 
     @contextmanager
     def averaging_with(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
-        """Average steps with an algorithm, or not at all; what it remembers is freed at the end."""
+        """Average steps with an algorithm, or not at all; its state is freed at the end."""
         if algorithm is None:
-            with self._ddp.no_sync():  # DDP calls no hook in there
+            with self._ddp.no_sync():  # DDP calls no hooks inside
                 yield None
             return
         self._adapter = adapter_of(self._ddp, algorithm, self._transport)
@@ -60,15 +60,15 @@ class DDPSubject:
 
 
 class StepBenchmark:
-    """Times steps with each algorithm in turn, made again for its turn, so that one alone takes memory."""
+    """Times steps with each algorithm in turn, attached anew each time, so that only one takes memory."""
 
     def __init__(self, subject: DDPSubject | ShardedSubject, one_step: OneStep, stopwatch: Stopwatch) -> None:
         self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
 
     def run(self, priced: PricedSteps, budget_seconds: float, progress: Callable[[str], None]) -> None:
-        """Make as many rounds as the time allows, equally many on all processes.
+        """Make as many rounds as the time allows, the same number on all processes.
 
-        In one direction and then in the other, so that a busy machine slows all algorithms.
+        Directions alternate, so that a busy machine slows all algorithms.
         """
         turns: list[tuple[TimedSteps, Algorithm | None]] = [(priced.alone, None)]
         turns += [(timed, priced.variants[name].algorithm) for name, timed in priced.timed.items()]
@@ -80,10 +80,10 @@ class StepBenchmark:
             turns.reverse()
             done += 1
             if done == MIN_ROUNDS:
-                # The mean over all processes: a module that communicates must run equally often everywhere.
+                # The mean over all processes: a module that communicates must run the same number of times.
                 seconds = (time.perf_counter() - start) / done
                 (round_seconds,) = mean_over_processes([seconds], priced.transport)
-                # The budget bends if steps are long: fewer would tell nothing.
+                # Long steps may exceed the budget: fewer rounds would measure nothing.
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 pace = f", {round_seconds:.1f} s each"
 

@@ -1,4 +1,4 @@
-"""A step on one process without any network: when each message would have been sent, and waited for."""
+"""A step on one process without any network: when each message is sent, and when it is waited for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.probe.measured_link import Transfer
 from thinwire.sync.streams import record_event
 from thinwire.tensors.accelerators import wait_for
 
-# Maps a collective to its time, by the bytes that each process hands over.
+# Returns a collective's time for the bytes that each process contributes.
 Network = Callable[[Collective, int], Transfer]
 
 
@@ -28,7 +28,7 @@ class Sent(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A step: its messages in the order they were sent, and how long it took without a network."""
+    """A step: its messages in the order in which they were sent, and its time without a network."""
 
     sent: tuple[Sent, ...]
     seconds: float
@@ -37,8 +37,8 @@ class Timeline(NamedTuple):
         return sum(wire_bytes(message.collective, message.handed_bytes, members) for message in self.sent)
 
     def step_seconds(self, network: Network) -> float:
-        """Return how long it would have taken on a network, which carries one message after the other."""
-        # A wait that is too early for its message delays everything after it, later messages included.
+        """Return the step's time on a network that carries one message after the other."""
+        # A wait for a message that has not arrived delays everything after it, including later messages.
         delay = busy_until = 0.0
         arrivals: list[float] = []
         for seconds, is_wait, index in self._in_order():
@@ -52,7 +52,7 @@ class Timeline(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """The longest chain of messages of which each was sent after the one before had been waited for."""
+        """The longest chain of messages in which each was sent after the wait for the one before."""
         longest, rounds = 0, list[int]()
         for _, is_wait, index in self._in_order():
             if is_wait:
@@ -62,23 +62,23 @@ class Timeline(NamedTuple):
         return longest
 
     def _in_order(self) -> list[tuple[float, bool, int]]:
-        # At equal times, what was sent first comes first.
+        # At equal times, keep the order of sending.
         sends = [(message.at_seconds, False, index) for index, message in enumerate(self.sent)]
         waits = [(message.waited_seconds, True, index) for index, message in enumerate(self.sent)]
         return sorted(sends + waits)
 
 
 class Stopwatch:
-    """Times steps on one process, which sends to nobody: a `LoopbackTransport` answers.
+    """Times steps on one process that sends nothing: a `LoopbackTransport` answers.
 
-    On an accelerator its own events are timed: when it has made a message, and when its stream would wait.
+    On an accelerator, device events show when it has made a message, and when its stream would wait.
     """
 
     def __init__(self, size: int, device: torch.device | None = None) -> None:
         self._device = torch.device("cpu") if device is None else device
         self._mark: Callable[[], Any] = time.perf_counter
         if self._device.type != "cpu":
-            # On the stream that computes there: hooks may have a different one than the training loop.
+            # On the current stream: hooks may run on a different one than the training loop.
             self._mark = partial(record_event, self._device)
         self.transport = Recording(LoopbackTransport(size), self._mark)
         self._start: Any = 0.0
@@ -90,10 +90,10 @@ class Stopwatch:
     def timeline(self) -> Timeline:
         """End the step and return its messages and its time."""
         end = self._mark()
-        wait_for(self._device)  # until then events have no times
+        wait_for(self._device)  # before this, events have no times
         sent = []
         for note in self.transport.notes:
-            # A message that is never waited for must have come when the next step begins.
+            # A message without a wait must have arrived when the next step begins.
             awaited_at = end if note.awaited_at is None else note.awaited_at
             times = self._seconds_until(note.sent_at), self._seconds_until(awaited_at)
             sent.append(Sent(times[0], note.handed_bytes, times[1], note.collective))
@@ -106,9 +106,9 @@ class Stopwatch:
 
 
 class LoopbackTransport(Transport):
-    """A group in which all members send at once, and the same as this one.
+    """A group in which all members send at the same time, and the same values as this one.
 
-    Results have numbers of the usual size: arithmetic on zeros or garbage might take a different time.
+    Results have typical values: arithmetic on zeros or garbage might take a different time.
     """
 
     def __init__(self, size: int) -> None:
@@ -117,10 +117,10 @@ class LoopbackTransport(Transport):
     def start(self, message: Message) -> Work:
         tensor, output = message.tensor, message.output
         if message.collective == "all_reduce" and message.operation == "sum":
-            tensor.mul_(self.size)  # the mean and the largest of equal ones are what they were
+            tensor.mul_(self.size)  # mean and maximum of equal tensors need no change
         elif message.collective == "all_gather":
             output.copy_(tensor.expand_as(output))
         elif message.collective == "all_to_all":
-            # All send alike: each sends to this member what this one sends to the first.
+            # All send the same: each member sends to this one what this one sends to the first.
             output.copy_(tensor[0].expand_as(output))
         return CompletedWork()

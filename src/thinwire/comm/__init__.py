@@ -1,8 +1,8 @@
-"""Transports carry tensors between the members of a group; all else is made of what they carry.
+"""Transports carry tensors between the members of a group; everything else is built on them.
 
-`ProcessGroupTransport` is the real one, and the one room that calls `torch.distributed`. With
-`InProcessTransport` the members live in one process, so that what many processes do is tested in
-milliseconds. `Metered` and `Recording` wrap either.
+`ProcessGroupTransport` is the real one; only this package calls `torch.distributed`. With
+`InProcessTransport` the members live in one process, so that tests of many processes take milliseconds.
+`Metered` and `Recording` wrap either.
 """
 
 from thinwire.comm.agreement import CALL, Description, agree

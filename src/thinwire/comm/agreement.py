@@ -1,4 +1,4 @@
-"""Refuses to go on if members are configured differently, and says who differs in what."""
+"""Check that all members are configured the same; the error says which differ in what."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Description: TypeAlias = Mapping[str, str]
 """A member's description of itself, by subject."""
 
 ALGORITHM = "algorithm"
-CALL = "call"  # the subject of what a member is about to do; if that differs, all else may
+CALL = "call"  # the subject for the call that a member makes; if it differs, all else may differ
 MAX_SUBJECTS = 4
 MAX_MEMBERS = 8
 
@@ -32,29 +32,29 @@ PATIENCE_SECONDS = 10.0
 
 
 def agree(transport: Transport, description: Description, purpose: str) -> None:
-    """Go on only if all members say the same of themselves. Collective; blocks until all have.
+    """Raise on all members unless their descriptions are equal. Collective; blocks for all members.
 
     Cost: a gather of 32 bytes from each member and a host synchronisation; nothing in a group of one. If
-    others do not call it as well, it says so after 10 s, and fails after the group's timeout.
+    others do not call it as well, it logs that after 10 s, and fails after the group's timeout.
     """
     if transport.size == 1:
         return
     where = f"{purpose}: the comparison of what the processes are about to do"
-    # A digest of all, for parameters may be thousands; their names travel only to say what differs.
-    # In the order in which it was given, which `check_same` goes by; the digest does not.
+    # Compare a digest, since there may be thousands of parameters; send names only to report a difference.
+    # `data` keeps the given order, which `check_same` uses; the digest does not depend on it.
     data = json.dumps(description).encode()
     fingerprint = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     warning = (
         f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
         "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
     )
-    # A separate timer: a group's timeout may be half an hour, and until then no one would know why
-    # nothing happens. It is a daemon: a process that ends meanwhile must not wait for it.
+    # A separate timer, which logs what is happening: a group's timeout may be half an hour. A daemon thread:
+    # a process that ends meanwhile must not wait for it.
     alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
     alarm.daemon = True
     alarm.start()
     try:
-        # A gather, not an average: it must not be matched with an average that a different member has sent.
+        # A gather, not an all-reduce: it must not be matched with another member's all-reduce.
         own = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(transport.control_device)
         rows = own.new_empty(transport.size, len(fingerprint))
         transport.all_gather(rows, own, where).wait()
@@ -63,7 +63,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
         alarm.cancel()
     if len(digests) == 1:
         return
-    # All have the same digests before them, so all come here or none does.
+    # All members see the same digests, so all get here or none does.
     everyone = [json.loads(encoded) for encoded in gather_bytes(data, transport, where)]
     check_same(everyone, purpose)
 
@@ -71,7 +71,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
 def alike_on_all_shards(
     shards: Transport, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], Result]
 ) -> Result:
-    """Do something with the replicas of this shard, and go on only if it went well for all shards."""
+    """Run an action with the replicas of this shard; raise on all shards if it fails on any."""
     refusal = None
     try:
         result = action()
@@ -88,25 +88,25 @@ def alike_on_all_shards(
 
 
 def check_same(everyone: Sequence[Description], purpose: str) -> None:
-    """Refuse what differs between processes.
+    """Raise if descriptions of processes differ.
 
     Examples:
         >>> check_same([{"matrix_rank": "2"}, {"matrix_rank": "4"}], "step 0")
         Traceback (most recent call last):
         thinwire.errors.AgreementError: step 0: process 0 has matrix_rank 2, process 1 has matrix_rank 4. ...
     """
-    # In the order in which members name them, what matters most first: only the first few are said.
+    # In the order in which members list them, most important first: only the first few are reported.
     subjects = list(dict.fromkeys(subject for description in everyone for subject in description))
     differing = [s for s in subjects if len({description.get(s) for description in everyone}) > 1]
     if not differing:
         return
-    # A member in a different call differs in everything else too; report only the call.
+    # A member in a different call differs in everything else too: report only the call.
     if CALL in differing:
         raise AgreementError(
             f"{purpose}: {_who_has_what(everyone, CALL)} under way. Make the same calls on every process, "
             "in the same order; nothing was changed"
         )
-    if ALGORITHM in differing:  # what follows are its settings, of which the others have none
+    if ALGORITHM in differing:  # its settings follow, which other algorithms do not have
         differing = differing[: differing.index(ALGORITHM) + 1]
     listed = [_who_has_what(everyone, subject) for subject in differing[:MAX_SUBJECTS]]
     if len(differing) > MAX_SUBJECTS:

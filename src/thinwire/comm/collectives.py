@@ -1,4 +1,4 @@
-"""Functions made of collectives, outside steps: they copy one member's tensors, and stack those of all."""
+"""Functions built on collectives, outside steps: copy one member's tensors, gather those of all."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ Item = TypeVar("Item")
 
 MAX_DIMENSIONS = 16
 
-# Copied in one message, unless a single tensor is larger: of it a member holds two more copies meanwhile.
+# Copied in one message, unless a single tensor is larger. A member holds two more copies of each message.
 COPIED_BYTES = 64 << 20
 
 
 def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Transport) -> None:
-    """Make every tensor, in place, what it is on one member; exact to the bit.
+    """Overwrite every tensor in place with one member's; exact to the bit.
 
-    Collective. Tensors travel as bytes, in messages of at most 64 MiB; one that is larger by itself.
+    Collective. Tensors are sent as bytes, in messages of at most 64 MiB; a larger tensor by itself.
     """
     by_device = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():
             by_device[tensor.device].append(tensor.detach())
-    # Devices come in the order of the tensors, which is the same on all: so do the messages.
+    # Devices are in tensor order, which is the same on all members: so messages are, too.
     for device, copied in by_device.items():
-        # Ask all members for the source: those that did not choose it don't know it.
+        # Find the source: only the source itself knows.
         offered = torch.tensor([transport.rank if is_source else -1], device=device)
         transport.all_reduce(offered, "finding the process to copy from", operation="max").wait()
         source = int(offered)
         if source < 0:
             raise CommunicationError("no process of the group offers its tensors to the others")
         for batch in in_messages(copied, COPIED_BYTES, lambda tensor: tensor.nbytes):
-            # Many in one message: a model has hundreds of tensors, and each would cost a latency.
+            # Many tensors in one message: a model has hundreds, and each message costs a latency.
             flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in batch])
             transport.broadcast(flat, source, "copying tensors").wait()
             parts = flat.split_with_sizes([tensor.nbytes for tensor in batch])
             for tensor, part in zip(batch, parts, strict=True):
-                # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
+                # Clone: unaligned bytes can't be viewed as a wider dtype.
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield items in order, as many at a time as are within a limit; one that is larger by itself."""
+    """Yield items in order, as many at a time as fit within a limit; a larger one by itself."""
     batch: list[Item] = []
     total = 0
     for item in items:
@@ -62,8 +62,8 @@ def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) 
 
 def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
     """Return whether something is true on every member, as a tensor of one bool. Collective."""
-    # A maximum of what is false: transports have sums and maxima, and not every backend reduces bools.
-    # Over the gradients' device: otherwise the host would wait for it, even if it does not ask.
+    # The maximum of the negation: transports have sums and maxima, and not every backend reduces bools.
+    # On the gradients' device: otherwise the host would wait for it, even if it does not read the result.
     is_false = (~is_true).to(transport.data_device, torch.uint8).view(1)
     transport.all_reduce(is_false, purpose, operation="max").wait()
     return is_false[0] == 0
@@ -71,7 +71,7 @@ def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> t
 
 def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str) -> list[list[float]]:
     """Return the numbers of all members, by rank. Collective; a message and a host synchronisation."""
-    # 64 bits hold counts of steps and bytes exactly.
+    # float64 holds counts of steps and bytes exactly.
     own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
     rows = own.new_empty(transport.size, len(numbers))
     transport.all_gather(rows, own, purpose).wait()
@@ -81,7 +81,7 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
 def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
     """Return the bytes of all members, by rank. Collective; two messages and host synchronisations."""
     lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
-    # Pad to one length on all members; never empty, since `frombuffer` refuses that.
+    # Pad to one length on all members; never empty, since `frombuffer` refuses an empty buffer.
     padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)
     own = padded.to(transport.control_device)
     rows = own.new_empty(transport.size, len(own))
@@ -92,9 +92,9 @@ def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]
 def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
     """Return the tensors of all members, stacked by rank: shape (members, *shape). Collective.
 
-    Shapes and types are compared first: a backend would hang or mix them up.
+    Shapes and dtypes are compared first: if they differ, a backend would hang or mix them up.
     """
-    # Filled up, so that tensors of any number of dimensions are described in as many numbers.
+    # Padded, so that the description of any number of dimensions has the same length.
     described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape[:MAX_DIMENSIONS]]
     padding = [-1] * (MAX_DIMENSIONS + 2 - len(described))
     everyone = gather_numbers([*described, *padding], transport, "comparing the shapes to gather")

@@ -19,12 +19,12 @@ _current = threading.local()  # `member`: whose thread this is
 
 
 def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
-    """Run `body(rank)` for each member of a group in this process; return what it returned, by rank.
+    """Run `body(rank)` for each member of a group in this process; return the results by rank.
 
-    One at a time, in the order of ranks: a member runs until it ends or waits for what others have not sent
-    yet. So every run is the same run, whatever the machine does. If members wait for each other forever, or
-    for one that has ended, they get a `CommunicationError`; at Ctrl-C all get `KeyboardInterrupt`, where they
-    wait now or next. The first error of a member is raised once all have ended.
+    One member runs at a time, in rank order, until it ends or waits for something that others have not sent
+    yet. So runs are deterministic. If members wait for each other forever, or for one that has ended, they
+    get a `CommunicationError`; at Ctrl-C all get `KeyboardInterrupt`, at their current or next wait. The
+    first error of a member is raised after all have ended.
 
     Examples:
         >>> members = InProcessTransport.group(2)
@@ -43,17 +43,17 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     try:
         while running:
             ready = [member for member in running if member.awaited is None or member.awaited.is_complete]
-            if not ready:  # those who wait learn why, and end
+            if not ready:  # waiting members raise an error, and end
                 for member in running:
                     member.is_stuck = True
             for member in ready or running:
                 member.run_until_it_waits()
-                # The others go on: those that wait for this member get stuck, and end as well.
+                # The others continue: those that wait for this member get stuck, and end as well.
                 errors += [] if member.error is None else [member.error]
             running = [member for member in running if not member.has_ended]
     except BaseException:
-        # A signal reaches this thread alone. The others must not meet the end of the interpreter, which
-        # aborts where a thread is in torch.
+        # A signal reaches only this thread. The others must end before the interpreter does, which aborts if
+        # a thread is inside torch.
         for member in members:
             member.interrupt()
         raise
@@ -72,7 +72,7 @@ class Awaited(Protocol):
 
 
 def wait_for(awaited: Awaited) -> None:
-    """Let the other members run until something has come about."""
+    """Let the other members run until `awaited` is complete."""
     member: _Member[object] | None = getattr(_current, "member", None)
     if member is not None:
         member.wait_for(awaited)
@@ -89,7 +89,7 @@ class _Member(Generic[Result]):
         self.awaited: Awaited | None = None
         self.has_ended = self.is_stuck = self._is_interrupted = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        # A daemon: if a member hangs for good in its own code, the process can still end.
+        # A daemon thread: if a member hangs in its own code, the process can still end.
         self._thread = threading.Thread(target=self._run, args=(body, torch.is_grad_enabled()), daemon=True)
 
     def _run(self, body: Callable[[], Result], grad_enabled: bool) -> None:
@@ -97,7 +97,7 @@ class _Member(Generic[Result]):
         try:
             with torch.set_grad_enabled(grad_enabled):  # each thread has its own mode
                 self.results.append(body())
-        except BaseException as error:  # a thread that ended without a word would leave all others waiting
+        except BaseException as error:  # a thread that ends silently would leave all others waiting
             self.error = error
         self.has_ended = True
         self._stopped.release()
@@ -112,13 +112,13 @@ class _Member(Generic[Result]):
             self._thread.join()
 
     def wait_for(self, awaited: Awaited) -> None:
-        """Let the others run, on the member's thread, until something has come about."""
+        """Let the others run until `awaited` is complete; called on the member's thread."""
         while self._is_interrupted or not awaited.is_complete:
             if self._is_interrupted:
                 raise KeyboardInterrupt
             if self.is_stuck:
-                # All wait, so nothing can arrive any more. For this wait only: where members come and go, the
-                # others continue.
+                # All wait, so nothing can arrive any more. For this wait only: elastic members may continue
+                # without the failed one.
                 self.is_stuck = False
                 raise CommunicationError(awaited.who_is_missing())
             self.awaited = awaited
@@ -128,7 +128,7 @@ class _Member(Generic[Result]):
         self.is_stuck = False
 
     def interrupt(self) -> None:
-        """End it by `KeyboardInterrupt`, where it waits now or next, and return when it has ended."""
+        """Raise `KeyboardInterrupt` at its current or next wait, and return when it has ended."""
         self._is_interrupted = True
         self._go.release()
         if self._thread.ident is not None:
@@ -137,7 +137,7 @@ class _Member(Generic[Result]):
 
 @dataclass
 class _Room:
-    """The collectives under way in a group, by number, in the order of messages."""
+    """A group's collectives in flight, by number, in message order."""
 
     size: int
     messages: dict[int, _Pending] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class _Room:
 
 @dataclass
 class _Pending:
-    """One collective: the tensor of each rank, until all have come and all have taken theirs."""
+    """A collective with each rank's tensor, until all have arrived and all ranks have their result."""
 
     room: _Room
     number: int
@@ -186,13 +186,13 @@ class InProcessTransport(Transport):
         return [cls(room, rank) for rank in range(size)]
 
     def abort(self) -> None:
-        """Break off what is under way, for all members: what has not arrived never will."""
+        """Abort the collectives in flight for all members: missing tensors will never arrive."""
         self._room.is_broken = True
 
     def start(self, message: Message) -> Work:
         tensor = message.tensor
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
-        # Matched by order alone, as backends do it; but what differs is refused here; they would hang.
+        # Match by order alone, as backends do; but raise if collectives differ, where backends would hang.
         self._num_sent += 1
         new = _Pending(self._room, self._num_sent, message.purpose, kind)
         pending = self._room.messages.setdefault(self._num_sent, new)
@@ -204,12 +204,12 @@ class InProcessTransport(Transport):
             )
         # A copy: the tensor may be overwritten before the last member reads it.
         copied = tensor.clone()
-        # Divide before the sum: in half precision the sum can overflow although the mean does not.
+        # Divide before the sum: in half precision the sum can overflow even if the mean does not.
         pending.tensors[self.rank] = copied.div_(self.size) if message.operation == "mean" else copied
         return CombinedWork(partial(self._wait, pending, message))
 
     def _wait(self, pending: _Pending, message: Message) -> None:
-        # Waiting twice gives the same, as with real backends; the output may have changed since.
+        # A second wait does nothing, as with real backends: the output may have changed since.
         if self.rank in pending.taken_by:
             return
         wait_for(pending)
@@ -217,13 +217,13 @@ class InProcessTransport(Transport):
             raise CommunicationError(f"{pending.purpose}: a different member has broken it off")
         write_result(message, [pending.tensors[rank] for rank in range(self.size)], self.rank)
         pending.taken_by.add(self.rank)
-        # The last member removes it; until then others still read from it.
+        # The last member removes it; until then, others still read from it.
         if len(pending.taken_by) == self.size:
             del self._room.messages[pending.number]
 
 
 def write_result(message: Message, tensors: list[torch.Tensor], rank: int) -> None:
-    """Write to a message's output what its collective makes of all ranks' tensors."""
+    """Write the result of a message's collective, over all ranks' tensors, to its output."""
     if message.collective == "all_gather":
         torch.stack(tensors, out=message.output)
     elif message.collective == "all_to_all":
@@ -231,7 +231,7 @@ def write_result(message: Message, tensors: list[torch.Tensor], rank: int) -> No
     elif message.collective == "broadcast":
         message.output.copy_(tensors[message.source])
     else:
-        # In the order of ranks: the same bits on all.
+        # In rank order: the same bits on all.
         total = tensors[0].clone()
         for other in tensors[1:]:
             total = torch.maximum(total, other) if message.operation == "max" else total + other

@@ -1,6 +1,6 @@
 """Which processes share a machine, and the intra-node and inter-node groups of a process.
 
-Machines are given by the user, or found by the launcher's variables and by host names.
+The user gives the machines, or they are found from the launcher's variables and host names.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
-"""Which processes share a machine: True to find it out, False to treat each as a separate machine; or the
-global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
+"""Which processes share a machine: True to detect it, False to treat each process as a separate machine; or
+the global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
 
-# Variables of launchers that start a whole job: the processes of the job; those of this machine; the local
-# rank; the number of the machine.
+# Variables of launchers that start a whole job: the number of processes of the job and of this machine, the
+# local rank, and the machine's number.
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ""),  # Open MPI
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ""),  # MVAPICH
@@ -50,15 +50,15 @@ PURPOSE = "attach(), which processes share a machine"
 
 @dataclass(frozen=True)
 class Machines:
-    """The two groups of a process on a machine of several, if all machines have as many."""
+    """The two groups of a process, if all machines have the same number of processes, more than one."""
 
     intra_node: Transport  # the processes of this machine: its rank there is the local rank
-    inter_node: Transport  # those of this local rank, one on each machine
+    inter_node: Transport  # the processes of this local rank, one on each machine
     rows: tuple[tuple[int, ...], ...] = ()  # the ranks on each machine
 
     @classmethod
     def in_process(cls, machines: int, processes: int) -> list[Machines]:
-        """Return the groups of members of this process, machine by machine."""
+        """Return the groups of in-process members, machine by machine."""
         intra_node = [InProcessTransport.group(processes) for _ in range(machines)]
         inter_node = [InProcessTransport.group(machines) for _ in range(processes)]
         rows = tuple(tuple(range(m * processes, (m + 1) * processes)) for m in range(machines))
@@ -73,13 +73,13 @@ class Machines:
 
 
 def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tuple[Machines | None, str]:
-    """Return this process's two groups, or None and perhaps why each process sends by itself. Collective.
+    """Return this process's two groups; or None, and perhaps why each process sends for itself. Collective.
 
-    It raises `AgreementError` if processes disagree on who is where, `ConfigError` if what was given does not
+    It raises `AgreementError` if processes disagree on the layout, `ConfigError` if the given layout does not
     divide the group.
 
-    Cost: nothing on one machine, or with one process on each; else two gathers of 32 bytes, and two new
-    groups, which later calls take again.
+    Cost: nothing on one machine, or with one process on each; otherwise two gathers of 32 bytes, and two new
+    groups, which later calls reuse.
     """
     if layout is False:
         return None, ""
@@ -93,7 +93,7 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
 
 
 def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
-    """Return the group's ranks on each machine, as `machines_of` finds them; all in one if it can't tell."""
+    """Return the group's ranks on each machine, found like `machines_of`; all in one if unknown."""
     everyone = dist.get_process_group_ranks(transport.group)
     return [[everyone.index(rank) for rank in row] for row in machines_by_launcher(transport, everyone)]
 
@@ -101,7 +101,7 @@ def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
 def machines_of_subgroups(
     transport: ProcessGroupTransport, subgroup: ProcessGroupTransport
 ) -> tuple[Machines | None, str]:
-    """Return the same as `machines_of`, if each process has a subgroup of its machine. Collective."""
+    """Return the same as `machines_of`, given each process's subgroup of its machine. Collective."""
     ranks = dist.get_process_group_ranks(transport.group)
     own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
     said = gather_bytes(own, transport, "which processes are a subgroup")
@@ -131,7 +131,7 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     made, key = made_of(transport.group), tuple(tuple(sorted(row)) for row in rows)
     if key not in made:
         is_whole_job = transport.size == dist.get_world_size()
-        # Torch names a group that not all of the job make by how many groups a process knows.
+        # If not all of the job make a group, torch names it by the process's number of groups.
         known = [] if is_whole_job else gather_numbers([num_groups()], transport, PURPOSE)
         if any(count != known[0] for count in known):
             return None, (
@@ -153,11 +153,11 @@ def _machines(
 def _new_groups(
     transport: ProcessGroupTransport, rows: Sequence[Sequence[int]], *, is_whole_job: bool
 ) -> Iterator[dist.ProcessGroup]:
-    """Yield this process's row and its column of the processes."""
+    """Yield the groups of this process's row and column."""
     backend, device = dist.get_backend_config(transport.group), transport.gradient_device
     timeout = timeout_of(transport.group, device or torch.device("cpu"))
     for lists in ([list(row) for row in rows], [list(column) for column in zip(*rows, strict=True)]):
-        if is_whole_job:  # all processes of the job are here, and make all groups, as torch asks for
+        if is_whole_job:  # all processes of the job make all groups, as torch requires
             yield dist.new_subgroups_by_enumeration(lists, timeout, backend)[0]  # type: ignore[no-untyped-call]
         else:
             own = next(ranks for ranks in lists if dist.get_rank() in ranks)
@@ -166,7 +166,7 @@ def _new_groups(
             )
 
 
-# The user says who shares a machine.
+# The layout given by the user.
 
 
 def _given(
@@ -195,11 +195,11 @@ def _given(
     return [list(row) for row in rows]
 
 
-# By the launcher's variables.
+# The layout from the launcher's variables.
 
 
 class LocalRank(NamedTuple):
-    """The machine of a process, as its environment tells it; -1 where it tells nothing."""
+    """A process's machine, from environment variables; -1 for unknown numbers."""
 
     local_size: int
     local_rank: int
@@ -208,20 +208,20 @@ class LocalRank(NamedTuple):
 
     @classmethod
     def here(cls) -> LocalRank:
-        """Read torchrun's variables, and those of a launcher of all of the job's processes."""
+        """Read torchrun's variables, and those of a launcher that has started the whole job."""
         job_size, size, rank, machine, host = str(dist.get_world_size()), -1, -1, -1, _hash_of_host()
         for job_variable, size_variable, rank_variable, machine_variable in LAUNCHERS:
-            # If a launcher's processes have started others, it knows nothing of these.
+            # If a launcher's processes have started others, its variables do not describe these.
             if os.environ.get(job_variable) == job_size and os.environ.get(size_variable):
                 machine, rank = _number(machine_variable), _number(rank_variable)
-                # The processes of this machine, or of all machines as SLURM has it: 4(x2),3.
+                # The processes of this machine, or of all machines in SLURM's format: 4(x2),3.
                 counts = [
                     int(count)
                     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ[size_variable])
                     for _ in range(int(times or 1))
                 ]
                 size = counts[machine if 0 <= machine < len(counts) else 0]
-                host = 0 if machine >= 0 else host  # containers of one machine may have names of their own
+                host = 0 if machine >= 0 else host  # containers of one machine may have different names
                 break
         size = _number("LOCAL_WORLD_SIZE", size) or size
         rank = _number("LOCAL_RANK", rank)
@@ -240,9 +240,9 @@ def _hash_of_host() -> int:
 
 
 def machines_by_launcher(transport: Transport, ranks: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each machine by the launcher's variables; one machine if these say nothing."""
+    """Return the ranks of each machine from the launcher's variables; one machine without variables."""
     here, job_size = LocalRank.here(), dist.get_world_size()
-    # The same on all processes, on machines of different sizes too.
+    # The same on all processes, even if machines differ in size.
     is_flat = _number("GROUP_WORLD_SIZE") in (1, job_size)
     if transport.size < 3 or here.local_size in (-1, job_size) or is_flat:
         return [list(ranks)]
@@ -257,7 +257,7 @@ def machines_by_launcher(transport: Transport, ranks: Sequence[int]) -> list[lis
 
 
 def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[int]]:
-    """Return the machines of ranks that seem to share one: several if clones of one image have one name."""
+    """Return the machines of ranks with one host name: several if machines are clones of one image."""
     local = [everyone[rank] for rank in ranks]
     sizes = {rank.local_size for rank in local}
     listed = " or ".join(map(str, sorted(sizes)))
@@ -278,7 +278,7 @@ def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[i
 
 
 def _filled_in_turn(ranks: Sequence[int], everyone: Mapping[int, LocalRank]) -> list[list[int]]:
-    """Return the machines if ranks fill one after the other with local ranks 0, 1, …; else none."""
+    """Return the machines if ranks fill them one after the other with local ranks 0, 1, …; else none."""
     rows: list[list[int]] = []
     for rank in ranks:
         if everyone[rank].local_rank == 0:
@@ -289,13 +289,13 @@ def _filled_in_turn(ranks: Sequence[int], everyone: Mapping[int, LocalRank]) -> 
     return rows if all(everyone[rank].local_size == len(row) for row in rows for rank in row) else []
 
 
-# By host names: only said, not taken for granted, for machines that were cloned have one.
+# The layout from host names: only reported, not used, since cloned machines have the same name.
 
 
 def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
-    """Say why each process sends by itself, if by host names processes share machines; else "". Collective.
+    """Return why each process sends for itself, if host names show shared machines; else "". Collective.
 
-    Cost: two gathers of up to 32 bytes, of four or more processes that no launcher has told of machines.
+    Cost: two gathers of up to 32 bytes, for four or more processes without a launcher's variables.
     """
     if transport.size < 4 or LocalRank.here().local_size != -1:
         return ""
@@ -304,7 +304,7 @@ def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
     for rank, (host,) in zip(ranks, _gather(transport, [own], "by host names"), strict=True):
         rows.setdefault(host, []).append(rank)
     sizes = set(map(len, rows.values()))
-    # Machines of different sizes could not share their messages.
+    # Machines of different sizes could not share messages anyway.
     if len(rows) == 1 or len(sizes) > 1 or sizes == {1}:
         return ""
     return (
@@ -320,6 +320,6 @@ def _shown(items: Iterable[object]) -> str:
 
 
 def _gather(transport: Transport, numbers: Sequence[int], how: str) -> list[list[int]]:
-    """Return the numbers of each process; refuse if some find their machines otherwise."""
+    """Return the numbers of each process; raise if some find their machines in a different way."""
     agree(transport, {CALL: "attach()", "machines": how}, PURPOSE)
     return [list(map(int, other)) for other in gather_numbers(numbers, transport, PURPOSE)]

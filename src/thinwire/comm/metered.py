@@ -1,4 +1,4 @@
-"""Transports around others: `Wrapped` delegates, `Metered` counts messages, `Recording` notes them."""
+"""Transports around others: `Wrapped` delegates, `Metered` counts messages, `Recording` records them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.comm.transport import Collective, CombinedWork, Message, Transport
 
 
 class Wrapped(Transport):
-    """Hands messages to `transport`, which may change; a subclass does more in `start`."""
+    """Passes messages to `transport`, which may change; a subclass does more in `start`."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -41,13 +41,13 @@ class Wrapped(Transport):
 
 
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
-    """Return the bytes that leave, and reach, each member on the wire; of an all-reduce, those of a ring.
+    """Return the bytes that each member sends, and receives, on the wire; for an all-reduce, as a ring.
 
     Examples:
         >>> [wire_bytes(kind, 300, 3) for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")]
         [400, 600, 200, 300]
     """
-    # Rings send so: an all-reduce is a scatter of sums and a gather, each of (members − 1) / members.
+    # A ring all-reduce is a reduce-scatter and an all-gather, each of (members − 1) / members.
     others = members - 1
     return {
         "all_reduce": 2 * handed_bytes * others // members,
@@ -58,9 +58,9 @@ def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
 
 
 def message_bytes_of(collective: Collective, handed_bytes: int, members: int) -> int:
-    """Return the bytes of a message, counted as of an all-reduce, so that collectives compare.
+    """Return the bytes of a message, counted as for an all-reduce, so that collectives are comparable.
 
-    A message of n bytes stands for 2 n (members − 1) / members bytes that leave each member, as on a ring.
+    A message of n bytes stands for 2 n (members − 1) / members bytes that each member sends, as in a ring.
 
     Examples:
         >>> [message_bytes_of(kind, 300, 4) for kind in ("all_reduce", "all_gather", "all_to_all")]
@@ -77,28 +77,28 @@ def message_bytes_of(collective: Collective, handed_bytes: int, members: int) ->
 
 @dataclass
 class Traffic:
-    """Counts of what went through a transport, and perhaps through others that count in the same place."""
+    """Counts of what a transport has sent; several transports may share one."""
 
     messages: int = 0
-    message_bytes: int = 0  # as of an all-reduce, see `message_bytes_of`
-    rounds: int = 0  # the longest chain of messages of which each was sent when the one before had come
+    message_bytes: int = 0  # counted as for an all-reduce, see `message_bytes_of`
+    rounds: int = 0  # the longest chain of messages in which each was sent after the one before had arrived
     waiting_seconds: float = 0.0  # of the host
-    machine_bytes: int = 0  # of the messages of all local ranks, if they share them: as planned
-    inside_bytes: int = 0  # that this rank has sent to others of its machine for that
+    machine_bytes: int = 0  # planned bytes of all local ranks' messages, if they share them
+    inside_bytes: int = 0  # sent by this rank to others of its machine for that
     members: int = 1  # of the largest group that messages were sent to
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time within as waiting."""
+        """Count the time inside this context as waiting."""
         start = time.perf_counter()
         try:
             yield
-        finally:  # if it fails as well: that is often the longest wait
+        finally:  # also if it fails: that is often the longest wait
             self.waiting_seconds += time.perf_counter() - start
 
 
 class Metered(Wrapped):
-    """Counts in `traffic` what goes through a transport, and the time that is waited for it."""
+    """Counts a transport's messages and the time waited for them in `traffic`."""
 
     def __init__(self, transport: Transport, traffic: Traffic | None = None) -> None:
         super().__init__(transport)
@@ -107,7 +107,7 @@ class Metered(Wrapped):
     def start(self, message: Message) -> Work:
         transport, traffic = self.transport, self.traffic
         size, work = transport.size, transport.start(message)
-        # Count only now: a message that was refused has cost nothing.
+        # Count only now: a refused message has cost nothing.
         traffic.messages += 1
         traffic.members = max(traffic.members, size)
         traffic.message_bytes += message_bytes_of(message.collective, message.tensor.nbytes, size)
@@ -121,13 +121,13 @@ class Metered(Wrapped):
 
 @dataclass
 class Note:
-    """A message that was sent. Notes are equal if the messages are, whenever those were sent.
+    """A sent message. Notes are equal if the messages are, at whatever times they were sent.
 
     Attributes:
-        collective: What carried it.
-        shape: Of this rank's tensor.
-        dtype: Of the same tensor.
-        purpose: As its sender gave it.
+        collective: The message's collective.
+        shape: The shape of this rank's tensor.
+        dtype: The dtype of this rank's tensor.
+        purpose: The purpose given by its sender.
         sent_at: When it was sent, by the clock of `Recording`.
         awaited_at: When its sender first waited for it; None before that.
     """
@@ -146,11 +146,11 @@ class Note:
 
 
 class Recording(Wrapped):
-    """Notes the messages of a transport: for tests, and for reckoning what a step sends.
+    """Records the messages of a transport: for tests, and to compute what a step sends.
 
     Args:
         transport: Carries the messages.
-        clock: Returns what marks the present moment.
+        clock: Returns a mark of the present time.
 
     Attributes:
         notes: The messages so far.
@@ -162,13 +162,13 @@ class Recording(Wrapped):
         self._clock = clock
 
     def start(self, message: Message) -> Work:
-        # Keep only the tensor's shape and type: the tensor itself would hold a gradient's memory.
+        # Keep only the tensor's shape and dtype: the tensor itself would keep a gradient's memory.
         tensor = message.tensor
         note = Note(message.collective, tuple(tensor.shape), tensor.dtype, message.purpose, self._clock())
         self.notes.append(note)
         return CombinedWork(partial(self._wait, super().start(message), note))
 
     def _wait(self, work: Work, note: Note) -> None:
-        if note.awaited_at is None:  # the first time: later ones wait for nothing
+        if note.awaited_at is None:  # only the first wait: later ones wait for nothing
             note.awaited_at = self._clock()
         work.wait()

@@ -1,7 +1,7 @@
-"""Messages over Gloo from each rank straight to each other one, in half a round trip.
+"""Messages over Gloo directly from each rank to each other rank, in half a round trip.
 
-Gloo sends nothing that was not asked for, and its collectives ask when they are called. Here each rank posts
-the receives of the next few messages ahead, so a message travels at once:
+Gloo sends only what the receiver has requested, and its collectives request when they are called. In this
+module each rank posts the receives of the next few messages ahead, so a message is sent immediately:
 
     Gloo's own: a round trip a hop, 2 (size - 1) hops      here: half a round trip
       rank 0                        rank 1                   rank 0                     rank 1
@@ -9,14 +9,13 @@ the receives of the next few messages ahead, so a message travels at once:
             ═════════ data ══════════>                       send 0 ═════ data ═════>   recv 0 is posted
                                                              post recv 4                post recv 4
 
-How long the next message will be is not known ahead. A posted receive has room for a head, with the length
-of the whole before it; the rest of a longer message is asked for as Gloo does, while its head keeps the link
-busy.
+The length of the next message is not known ahead. A posted receive has room for a head, preceded by the total
+length. The rest of a longer message is requested as Gloo does, while its head keeps the link busy.
 
 Gloo matches the messages of a tag in FIFO order; these tags are reserved for this module. Each kind of
-collective has its own. If rank 0 started a gather and then an exchange, and rank 1, by a bug, first the
-exchange, then on one tag each would read the other's gather as an exchange. So neither finds its message, and
-both end in the group's timeout.
+collective has its own tag. If rank 0 started a gather and then an exchange, and rank 1, due to a bug, first
+the exchange, then with one tag each would read the other's gather as an exchange. With separate tags, neither
+finds its message, and both end in the group's timeout.
 """
 
 from __future__ import annotations
@@ -39,22 +38,21 @@ import torch.distributed as dist
 from thinwire.comm.transport import Collective, Operation
 
 POSTED_AHEAD = 4
-HEAD_BYTES = 1 << 19  # of all that a rank sends at once: 40 ms at 100 Mbit/s
+HEAD_BYTES = 1 << 19  # of all that a rank sends at the same time: 40 ms at 100 Mbit/s
 LENGTH_BYTES = 8
-# Among more than two, long messages go by Gloo's ring, which was not slower than p2p.
+# Among more than two ranks, long messages use Gloo's ring, which was not slower than p2p.
 MAX_P2P_SIZE, MAX_P2P_BYTES = 16, 1 << 20
-# A longer sum is Gloo's own: in its thread, beside the backward pass.
+# Longer sums use Gloo's own all-reduce, which runs in its thread during the backward pass.
 MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_BYTES = 1 << 22, 1 << 19
 # A sum up to this size is sent whole to all peers, so that it takes one message: 5 ms at 100 Mbit/s.
 MAX_GATHERED_SUM_BYTES = 1 << 16
-# Gloo chooses by the tag which of its connections carries a message, if it has several
-# (GLOO_SOCKET_IFNAME=eth0,eth0).
+# If Gloo has several connections (GLOO_SOCKET_IFNAME=eth0,eth0), the tag selects which one carries a message.
 NUM_TAGS = 8
 TAGS = {"all_reduce": 0x7D00, "all_gather": 0x7D10, "all_to_all": 0x7D20, "sums": 0x7D30}
 
 
 def p2p_limits(kind: str, size: int) -> tuple[float, float]:
-    """Return the most bytes that go to each peer whole, and the most that go by p2p at all."""
+    """Return the most bytes sent whole to each peer, and the most bytes sent by p2p at all."""
     if size > MAX_P2P_SIZE:
         return 0, 0
     if kind == "all_reduce":
@@ -66,7 +64,7 @@ def p2p_limits(kind: str, size: int) -> tuple[float, float]:
 
 
 def round_trips_over_gloo(collective: Collective, handed_bytes: float, size: int) -> tuple[float, int]:
-    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
+    """Return how many round trips a message waits, and the bytes of its head if its rest is requested."""
     whole, most = p2p_limits(collective, size)
     if handed_bytes > most:
         return (size - 1) * (2 if collective == "all_reduce" else 1), 0
@@ -77,7 +75,7 @@ def round_trips_over_gloo(collective: Collective, handed_bytes: float, size: int
 
 
 class PostedRecv(NamedTuple):
-    """A receive that was posted ahead: of the length of a rank's next message, and of its head."""
+    """A receive posted ahead, for the length and the head of a rank's next message."""
 
     room: torch.Tensor
     work: dist.Work
@@ -86,7 +84,7 @@ class PostedRecv(NamedTuple):
 class PeerExchange:
     """Sends rows of bytes to each other rank of a group, and receives theirs."""
 
-    # It does not keep the group, which owns it, or the group would never end.
+    # It keeps no reference to the group, which owns it: the group would never be freed.
 
     def __init__(self, rank: int, size: int, ahead: int = 0) -> None:
         self.rank, self.size = rank, size
@@ -95,7 +93,7 @@ class PeerExchange:
         self._ahead = ahead
         self._posted: dict[str, deque[list[PostedRecv]]] = defaultdict(deque)
         self._post_numbers, self._send_numbers = (defaultdict[str, Any](count) for _ in range(2))
-        # Also those that no one waits for any more: Gloo breaks a connection off whose message has no room.
+        # Also abandoned ones: Gloo closes a connection if a message's buffer is gone.
         self._under_way: set[PeerWork] = set()
 
     def start(
@@ -106,7 +104,7 @@ class PeerExchange:
         sent: Sequence[torch.Tensor],
         finish: Callable[[], object] = lambda: None,
     ) -> PeerWork:
-        """Send row i of bytes to rank i, whose row comes to lie in row i of `received`."""
+        """Send row i of bytes to rank i, and receive its row into row i of `received`."""
         posted, head_bytes = self._posted[kind], self._head_bytes
         while len(posted) <= self._ahead:
             posted.append(self._post_recvs(group, kind))
@@ -127,7 +125,7 @@ class PeerExchange:
         return work
 
     def _post_recvs(self, group: Any, kind: str) -> list[PostedRecv]:
-        """Ask each peer for its next message behind those that were asked for already."""
+        """Post a receive for each peer's next message, after those already posted."""
         tag = TAGS[kind] + next(self._post_numbers[kind]) % NUM_TAGS
         posted = []
         for peer in self._peers:
@@ -147,7 +145,7 @@ class PeerExchange:
 def _run_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # it knows the group, which would never end
+        del call  # it references the group, which would never be freed
 
 
 @dataclass(eq=False)
@@ -155,19 +153,19 @@ class PeerWork:
     """The messages of one collective to and from all peers."""
 
     posted: Sequence[PostedRecv]
-    rows: Sequence[torch.Tensor]  # of bytes, where the messages come to lie
-    works: Sequence[dist.Work]  # of what is sent, and of the rests of long messages
-    finish: Callable[[], object]  # makes the result of what has come
+    rows: Sequence[torch.Tensor]  # of bytes, into which messages are received
+    works: Sequence[dist.Work]  # of the sends, and of the rests of long messages
+    finish: Callable[[], object]  # computes the result from the received rows
     on_end: Callable[[PeerWork], object]
 
     def wait(self) -> None:
-        # Taken out first: waiting for one of Gloo's works again would never end.
+        # Clear them first: waiting twice for one of Gloo's works would never end.
         posted, self.posted, works, self.works = self.posted, (), self.works, ()
         for recv, row in zip(posted, self.rows, strict=False):
             recv.work.wait()
             length = int(recv.room[:LENGTH_BYTES].view(torch.int64))
             if length != len(row):
-                # The type that a backend raises: who waits names the message.
+                # A RuntimeError, as backends raise: the caller adds the message's name.
                 raise RuntimeError(f"expected a message of {len(row)} bytes, got {length}")
             head = recv.room[LENGTH_BYTES:][:length]
             row[: len(head)].copy_(head)
@@ -179,14 +177,14 @@ class PeerWork:
 
 
 class TwoStepAllReduce:
-    """An all-reduce among more than two: a rank reduces its part of the tensor, then sends that to all.
+    """An all-reduce among more than two ranks: each reduces its part of the tensor, and sends it to all.
 
         step 1   rank r receives part r from every peer, and sums          (reduce-scatter)
         step 2   rank r sends the sum of part r to every peer              (all-gather)
 
-    As many bytes as by a ring, in two messages that follow each other instead of 2 (size - 1). A thread makes
-    step 2: when all rows of step 1 have come, rank 0 may be deep in its backward pass, and rank 1 would wait
-    until that has ended for the sum that rank 0 owes it.
+    As many bytes as a ring, in two consecutive messages instead of 2 (size - 1). A thread sends step 2: when
+    all rows of step 1 have arrived, rank 0 may be deep in its backward pass, and without the thread rank 1
+    would wait until its end for rank 0's sum.
     """
 
     def __init__(
@@ -205,7 +203,7 @@ class TwoStepAllReduce:
             try:
                 first.wait()
                 self._second.set_result(exchange.start(group, "sums", sent, [as_bytes(own)] * exchange.size))
-            except Exception as error:  # whatever a backend raises is for the one who waits
+            except Exception as error:  # pass the backend's error to the waiting thread
                 self._second.set_exception(error)
 
         exchange.second_sends.put(send_sums)
@@ -215,13 +213,13 @@ class TwoStepAllReduce:
 
 
 def reduce_rows(rows: Sequence[torch.Tensor], operation: Operation, output: torch.Tensor) -> None:
-    """Write the sum or maximum of rows, in the order of ranks: the same bits on all."""
+    """Write the sum or maximum of rows, in rank order: the same bits on all."""
     function = torch.maximum if operation == "max" else torch.add
-    # 16-bit types round once, and not after each rank.
+    # 16-bit dtypes are rounded once, not after each rank.
     wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
     output.copy_(reduce(function, rows[1:], rows[0].to(wide)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
+    """Return a tensor's memory as bytes: every backend carries bytes exactly, whatever the dtype."""
     return tensor.view(-1).view(torch.uint8)

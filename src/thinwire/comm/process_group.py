@@ -1,4 +1,4 @@
-"""The transports of real process groups: all that Thinwire calls of `torch.distributed`."""
+"""The transports of real process groups: all of Thinwire's calls to `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ WHY_IN_A_CHANGING_GROUP = (
 
 GLOO = ("gloo", "torchft-gloo")
 
-# Groups made of a group's processes. Torch ends none by itself, and a handle uses its groups until it is
-# detached, so they are made once and live as long as their parent.
+# Groups made of a group's processes. Torch does not destroy groups itself, and a handle uses its groups until
+# it is detached, so they are made once and live as long as their parent.
 _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Sequence[dist.ProcessGroup]]] = WeakKeyDictionary()
 _CONTROL: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Transport]] = WeakKeyDictionary()
-# One for each group: Gloo matches by tags that count the group's messages, whichever transport sends them.
+# One per group: Gloo matches by tags that count the group's messages, whichever transport sends them.
 _PEERS: WeakKeyDictionary[Any, PeerExchange] = WeakKeyDictionary()
 
-# Kinds of device that have no way here, and why: of others a message or a kernel says so by itself.
+# Unsupported device types, and why. For other types a message or a kernel raises its own error.
 NOT_SERVED = {
     "mps": "no backend of torch.distributed carries its tensors; move the model to the CPU: model.cpu()",
     "xla": "its tensors have no memory to cut and pack; leave the averaging to torch_xla, or train on GPUs",
@@ -67,18 +67,18 @@ NOT_SERVED = {
 
 
 class GroupTransport(Transport):
-    """Carries tensors over a process group by the group's own methods.
+    """Carries tensors over a process group with the group's own methods.
 
-    `torch.distributed` need not know the group. When the members change, take a new transport.
+    The group need not be registered with `torch.distributed`. When its members change, make a new transport.
     """
 
-    why = WHY_IN_A_CHANGING_GROUP  # may have failed what a backend calls failed
+    why = WHY_IN_A_CHANGING_GROUP  # possible reasons for a backend's failure
 
     def __init__(
         self, group: Any, rank: int, size: int, peers: PeerExchange | None = None, *, p2p: bool = True
     ) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._peers = peers or PeerExchange(rank, size)  # a changed group begins again
+        self._peers = peers or PeerExchange(rank, size)  # a changed group starts again
         is_p2p = p2p and size > 1 and self.backend_for(torch.device("cpu")) in GLOO
         self._p2p_limits = {kind: p2p_limits(kind, size) if is_p2p else (0, 0) for kind in TAGS}
 
@@ -107,11 +107,11 @@ class GroupTransport(Transport):
         return self._started(purpose, lambda: self.group.send([as_bytes(tensor)], to, 0))
 
     def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> DistWork:
-        """Receive what one member sends."""
+        """Receive the tensor that one member sends."""
         return self._started(purpose, lambda: self.group.recv([as_bytes(tensor)], source, 0))
 
     def _started(self, where: str, start: Callable[[], Any]) -> DistWork:
-        """Return the started work, always asynchronous: a caller waits where it needs the result."""
+        """Return the started work, always asynchronous: callers wait when they need the result."""
         try:
             return DistWork([start()], where, self.why)
         except RuntimeError as error:
@@ -127,12 +127,12 @@ class GroupTransport(Transport):
         tensor, operation = message.tensor, message.operation
         route, options = self._route("all_reduce", tensor), AllreduceOptions()
         options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
-        # NCCL divides what it reads anyway, which saves a pass over the message.
-        # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
+        # NCCL divides while it reads, which saves a pass over the message. In a group of one, NCCL up to
+        # 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
         if operation == "mean" and self.size > 1 and self.backend_for(tensor.device) == "nccl":
             options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
         elif operation == "mean":
-            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
+            tensor.div_(self.size)  # before the sum, which could overflow a 16-bit dtype
         if route == "backend":
             return [self.group.allreduce([tensor], options)]
         if route == "reduce_scatter_p2p":
@@ -145,15 +145,15 @@ class GroupTransport(Transport):
         return [self._peers.start(self.group, "all_reduce", received, sent, finish)]
 
     def _all_gather(self, message: Message) -> Works:
-        # Send bytes: Gloo gathers some types only. Rows are views, so the result lies in `output`.
+        # Send bytes: Gloo gathers only some dtypes. Rows are views, so the result is in `output`.
         rows, own = as_bytes(message.output).view(self.size, -1), as_bytes(message.tensor)
         if self._route("all_gather", own) == "p2p":
             rows[self.rank].copy_(own)
             return [self._peers.start(self.group, "all_gather", list(rows), [own] * self.size)]
         if self.backend_for(own.device) != "nccl":
             return [self.group.allgather([list(rows)], [own], AllgatherOptions())]
-        # For a list of tensors NCCL's gathers into a separate buffer, and copies from there. The newer
-        # name if there is one, since the older one warns then.
+        # With a list of tensors, NCCL gathers into a separate buffer and copies from there. Use the newer
+        # name if it exists, since the older one then warns.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
 
@@ -179,11 +179,11 @@ class ProcessGroupTransport(GroupTransport):
             raise AttachError(f"gradients on {device} can't be averaged: {NOT_SERVED[device.type]}")
         checked = checked_group(group)
         rank, size = checked.rank(), checked.size()
-        # `dist.get_backend` has no name for several, nor for torch's own choice.
+        # `dist.get_backend` does not name several backends, nor torch's default choice.
         pairs = [pair.split(":") for pair in dist.get_backend_config(checked).split(",")]
         # From torch 2.14 on there are nccl2, nccl-legacy and nccl-lazy.
         self._backends = {kind: "nccl" if name.startswith("nccl") else name for kind, name, *_ in pairs}
-        # Work that goes to each peer has no future, which hooks return.
+        # Work sent to each peer has no future, which hooks need (`p2p=False`).
         peers = _PEERS.setdefault(checked, PeerExchange(rank, size, POSTED_AHEAD))
         super().__init__(checked, rank, size, peers, p2p=p2p)
         self.gradient_device = device
@@ -191,7 +191,7 @@ class ProcessGroupTransport(GroupTransport):
     @property
     def control_device(self) -> torch.device:
         kinds = [*self._backends]
-        # The host reads control messages, so keep them off the accelerator, which it would have to wait for.
+        # The host reads control messages, so keep them off the accelerator, for which it would have to wait.
         if "cpu" in kinds:
             return torch.device("cpu")
         if self.gradient_device is not None:
@@ -217,7 +217,7 @@ class ProcessGroupTransport(GroupTransport):
         """Return the GPU that the group was made for, or else the current one."""
         if self.group.bound_device_id is not None:
             return self.group.bound_device_id
-        # NCCL takes no two processes on one GPU: here it can be said which call is missing.
+        # NCCL does not allow two processes on one GPU: raise an error that names the missing call.
         index = torch.cuda.current_device()
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if index == 0 and local_rank != "0" and torch.cuda.device_count() > 1:
@@ -233,7 +233,7 @@ class ProcessGroupTransport(GroupTransport):
         return self.backend_for(flat.device) == "nccl" and len(set(lengths)) == 1
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """NCCL's, or an exchange and a sum."""
+        """Use NCCL's reduce-scatter, or an exchange and a sum."""
         where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._shares_evenly(flat, lengths):
@@ -241,20 +241,20 @@ class ProcessGroupTransport(GroupTransport):
             return self._started(where, lambda: scatter(async_op=True))
         received = flat.new_empty(self.size, len(own))
         to_come, to_go = [own.nbytes] * self.size, [flat.itemsize * length for length in lengths]
-        # Send bytes, which Gloo exchanges of every type.
+        # Send bytes, so that Gloo exchanges every dtype.
         buffers, options = (as_bytes(received), as_bytes(flat)), AllToAllOptions()
         exchange = self._started(where, lambda: self.group.alltoall_base(*buffers, to_come, to_go, options))
 
         def wait() -> None:
             exchange.wait()
-            # In fp32 at least: a sum in half precision would overflow, and round after each member.
+            # At least in fp32: a sum in half precision could overflow, and would round after each member.
             wide = torch.promote_types(own.dtype, torch.float32)
             own.copy_(torch.sum(received, 0, dtype=wide).div_(self.size))
 
         return CombinedWork(wait)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """NCCL's if parts are of one length, else copies of each part."""
+        """Use NCCL's all-gather if parts have one length, or else copies of each part."""
         if not self._shares_evenly(flat, lengths):
             return super().gather_parts(flat, lengths, purpose)
         gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])
@@ -262,23 +262,23 @@ class ProcessGroupTransport(GroupTransport):
         return self._started(where, lambda: gather(self.group, async_op=True))
 
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
-        """Send a message from the first member to the second and back; return seconds a way on the first."""
+        """Send a message from the first member to the second and back; return the first's one-way seconds."""
         purpose = f"a message between the processes {first} and {second}"
         if self.rank == second:
-            # It receives first: if both sent first, each could wait for the other to receive.
+            # Receive first: if both sent first, each could wait for the other to receive.
             self.receive(message, first, purpose).wait()
             self.send(message, first, purpose).wait()
             return None
         start = time.perf_counter()
         self.send(message, second, purpose).wait()
         self.receive(message, second, purpose).wait()
-        if message.device.type != "cpu":  # there it has only been queued so far
+        if message.device.type != "cpu":  # on an accelerator it was only queued so far
             torch.accelerator.synchronize(message.device)
         return (time.perf_counter() - start) / 2
 
 
 class DistWork(NamedTuple):
-    """Work of a backend that carries one message; `where` and `why` word the `CommunicationError`."""
+    """A backend's work for one message; `where` and `why` are texts for a `CommunicationError`."""
 
     works: Works
     where: object
@@ -293,12 +293,12 @@ class DistWork(NamedTuple):
 
 
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
-    """Return a future of what `result` makes of a finished collective; of a transport without p2p."""
+    """Return a future of `result()` after a collective has finished; for transports without p2p."""
     assert isinstance(work, DistWork)
     future = cast(dist.Work, work.works[0]).get_future()
 
     def finish(_: Future[object]) -> Result:
-        # Torch calls back for a failure, too; it is `value` that raises it.
+        # Torch calls back after a failure, too; `value` raises it.
         try:
             future.value()
         except RuntimeError as error:
@@ -309,12 +309,12 @@ def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
 
 
 def failure(where: object, error: RuntimeError, why: str) -> CommunicationError:
-    """Return Thinwire's error for a backend's: of a dead peer, a timeout and a refused type alike."""
+    """Return Thinwire's error for a backend's: a dead peer, a timeout or a refused dtype."""
     return CommunicationError(f"{where} failed: {error}. {why}")
 
 
 def checked_group(group: object, name: str = "process_group") -> dist.ProcessGroup:
-    """Return the group to use, after refusing what can't be one."""
+    """Return the group to use; raise if it can't be one."""
     # `new_group` returns this number to processes that are not members; None means the default group.
     is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
     if is_member and not isinstance(group, dist.ProcessGroup | None):
@@ -329,7 +329,7 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
 
 
 def made_of(group: dist.ProcessGroup) -> dict[Hashable, Sequence[dist.ProcessGroup]]:
-    """Return the groups that were made of processes of a group, to be added to."""
+    """Return the dictionary of groups made from a group's processes, to add to."""
     return _MADE.setdefault(group, {})
 
 
@@ -337,7 +337,7 @@ def processes_of_job(timeout_seconds: float) -> Transport:
     """Return a new group of all processes of the job, or of this one if it is alone. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return InProcessTransport.group(1)[0]
-    # With one backend for messages of the host, too.
+    # Including a backend for host messages.
     backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config() else None
     timeout = timedelta(seconds=timeout_seconds)
     return ProcessGroupTransport(cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend=backend)))
@@ -346,21 +346,21 @@ def processes_of_job(timeout_seconds: float) -> Transport:
 def own_group() -> dist.ProcessGroup:
     """Return a group of this process alone.
 
-    All of the job call it if the default group is bound to a device: torch then splits its communicator.
+    If the default group is bound to a device, the whole job must call it: torch splits its communicator.
     """
     made, own = made_of(checked_group(None)), dist.get_rank()
     if own not in made:
-        # Without that flag torch would compare the ranks with those of all other processes, which differ.
+        # Without this flag torch checks that every process passes the same ranks. Here each passes its own.
         made[own] = [cast(dist.ProcessGroup, dist.new_group([own], use_local_synchronization=True))]
     return made[own][0]
 
 
 def control_transport(ranks: Sequence[int]) -> Transport:
-    """Return a transport of small messages between some processes of the job, which all call this.
+    """Return a transport for small messages between some processes of the job, all of which call this.
 
-    Not over a group of `dist.new_group`, for which the whole job must call it, or else be in as many groups
-    each: torch names the group by their number. With a group of rank 0 alone, for its logs, ranks 0 and 1
-    would look for each other under different names, and wait for ever.
+    It does not use `dist.new_group`: either the whole job would have to call it, or every process would need
+    to be in the same number of groups, by which torch names the new one. If rank 0 had made a group of its
+    own, for its logs, ranks 0 and 1 would look for each other under different names, and wait forever.
     """
     group, key = checked_group(None), tuple(ranks)
     made = _CONTROL.setdefault(group, {})
@@ -374,7 +374,7 @@ def control_transport(ranks: Sequence[int]) -> Transport:
 
 def over_connections(interface: str, number: int) -> ProcessGroupTransport:
     """Return a new Gloo group of all processes, with `number` connections between any two. Collective."""
-    # Gloo reads it when a group is made.
+    # Gloo reads the variable when a group is made.
     before = os.environ.get("GLOO_SOCKET_IFNAME", "")
     os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * number)
     try:
@@ -395,21 +395,21 @@ def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGrou
 
 
 def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
-    """Tell the join context that this process contributes, and learn how many do: shape (1,).
+    """Notify the join context that this process contributes; return members over contributors: shape (1,).
 
-    None outside a join context, and if a different joinable speaks for this process.
+    None outside a join context, or if a different joinable notifies for this process.
     """
-    # It begins the step's messages: who has no input comes in with it, and shadows what follows.
+    # This is the step's first message: processes without input take part in it, and shadow what follows.
     work = Join.notify_join_context(joinable)
     if work is None:
         return None
-    # The join context has asked already; to ask once more would send a message that no one shadows.
+    # Use the join context's own message: another one would not be shadowed.
     (contributors,) = work.get_future().wait()
-    # Torch counts in its default type, in which 4/3 would be rounded; gradients may be of 64 bits.
+    # Torch counts in its default dtype, which would round 4/3; gradients may have 64 bits.
     exact = contributors.to(accelerators.widest_dtype(contributors.device))
     return joinable.join_process_group.size() / exact  # type: ignore[no-any-return]
 
 
 def notify_of_step(joinable: Joinable) -> None:
-    """Tell the join context, if there is one, that this process has made a step with input."""
+    """Notify the join context, if there is one, that this process has made a step with input."""
     Join.notify_join_context(joinable)

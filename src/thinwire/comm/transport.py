@@ -1,4 +1,4 @@
-"""Transport: the collectives of one group, as one of its ranks sees them; and what is waited for."""
+"""Transport: the collectives of one group, from the view of one rank; and their work handles."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broad
 
 @dataclass(frozen=True)
 class Message:
-    """A collective, as one rank sends it."""
+    """One rank's part of a collective."""
 
     collective: Collective
-    tensor: torch.Tensor  # what this rank hands over
-    output: torch.Tensor  # where the result comes to lie; of an all-reduce and a broadcast, `tensor` itself
-    purpose: str  # what for and in which step, for errors
-    operation: Operation = "sum"  # of an all-reduce
-    source: int = 0  # of a broadcast, the rank whose tensor is taken
+    tensor: torch.Tensor  # this rank's input
+    output: torch.Tensor  # receives the result; for an all-reduce and a broadcast, `tensor` itself
+    purpose: str  # what it is for, and in which step, for errors
+    operation: Operation = "sum"  # for an all-reduce
+    source: int = 0  # for a broadcast, the source rank
 
     def __str__(self) -> str:
-        """Say what is sent what for, for errors."""
+        """Describe the message and its purpose, for errors."""
         what = f"{self.tensor.numel()} × {self.tensor.dtype}"
         words = {
             "all_reduce": f"the {'maximum' if self.operation == 'max' else 'average'} of {what}",
@@ -38,10 +38,10 @@ class Message:
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Block until the result is there: the host, or on CUDA only the current stream."""
+        """Block until the result is available: the host, or on CUDA only the current stream."""
 
 
 class CompletedWork:
@@ -52,7 +52,7 @@ class CompletedWork:
 
 
 class CombinedWork(NamedTuple):
-    """Work that is made of other work: its `wait` is a function that waits for them, and does more."""
+    """Work made of other work: its `wait` is a function that waits for them, and does more."""
 
     wait: Callable[[], None]
 
@@ -75,7 +75,7 @@ class Transport(ABC):
 
     @property
     def data_device(self) -> torch.device:
-        """The device on which small messages for what is computed of gradients are cheapest."""
+        """The device on which small messages for computations on gradients are cheapest."""
         return self.control_device
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Transport(ABC):
         """Start a collective, without waiting for it; the methods below call this."""
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """Replace `tensor` by its sum, mean (if floating) or maximum over the ranks."""
+        """Replace `tensor` by its sum, mean (floating dtypes only) or maximum over the ranks."""
         return self.start(Message("all_reduce", tensor, tensor, purpose, operation))
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
@@ -91,23 +91,23 @@ class Transport(ABC):
         return self.all_reduce(tensor, purpose, operation="mean")
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """Write to row i of `output`, (size, n), the `tensor` of rank i: (n,), of any type."""
+        """Write the `tensor` of rank i, (n,) of any dtype, to row i of `output`, (size, n)."""
         return self.start(Message("all_gather", tensor, output, purpose))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """Send row i of `tensor`, of any type, to rank i; what that sends here becomes row i of `output`."""
+        """Send row i of `tensor`, of any dtype, to rank i; receive row i of `output` from rank i."""
         return self.start(Message("all_to_all", tensor, output, purpose))
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """Replace `tensor`, of any type, by that of rank `source`."""
+        """Replace `tensor`, of any dtype, by that of rank `source`."""
         return self.start(Message("broadcast", tensor, tensor, purpose, source=source))
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """Replace this rank's part of `flat` by its mean; parts have these lengths, the others are ruined."""
-        return self.mean(flat, purpose)  # more than is needed; if bytes count, a transport sends less
+        """Replace this rank's part of `flat` by its mean, and overwrite the others; parts have `lengths`."""
+        return self.mean(flat, purpose)  # more than needed; if bytes matter, a transport overrides this
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """Send this rank's part of `flat`, and write those of the others; parts have these lengths."""
+        """Send this rank's part of `flat`, and receive those of the others; parts have `lengths`."""
         parts = flat.split_with_sizes(list(lengths))
         copies = [self.broadcast(part, rank, purpose) for rank, part in enumerate(parts) if len(part)]
 

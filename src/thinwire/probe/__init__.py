@@ -1,4 +1,4 @@
-"""How fast is this network? Measured on the processes that will train."""
+"""Measure how fast a network is, on the processes that will train."""
 
 from thinwire.probe.link_timings import PairTiming, Probe, Timing
 from thinwire.probe.prober import probe

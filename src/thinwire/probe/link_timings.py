@@ -1,4 +1,4 @@
-"""The timings of a probe, the link's latency and rate that follow from them, and the file that keeps them."""
+"""The timings of a probe, the link's latency and rate computed from them, and their file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.comm import Collective
 from thinwire.errors import ConfigError
 
 VERSION = 1
-# If the quartiles are this many medians apart, something else went on during the measurement.
+# If the quartiles are this many medians apart, something else disturbed the measurement.
 DOUBTFUL_SPREAD = 5
 # The time of shorter messages is mostly latency.
 LEAST_PAIR_BYTES = 1 << 16
@@ -22,9 +22,9 @@ LEAST_PAIR_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Timing:
-    """An averaging collective of one message size, in bytes that each process contributes.
+    """Timings of averagings with one message size, in bytes that each process contributes.
 
-    `seconds` are of each repetition, mean over the processes.
+    `seconds` has the time of each repetition, the mean over the processes.
     """
 
     message_bytes: int
@@ -36,12 +36,12 @@ class Timing:
 
     @property
     def spread_seconds(self) -> float:
-        """Between the quartiles; 0 of a single repetition."""
+        """The time between the quartiles; 0 for a single repetition."""
         return self.quartiles[1] - self.quartiles[0]
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """A quarter of the repetitions took less than the first, a quarter more than the second."""
+        """The lower and the upper quartile of the repetitions."""
         if len(self.seconds) < 2:
             return self.seconds[0], self.seconds[0]
         low, _, high = quantiles(self.seconds, n=4)
@@ -50,7 +50,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class PairTiming:
-    """A message between two processes, by rank; `seconds` are of one direction, the fastest of several."""
+    """A message between two ranks; `seconds` is the time of one direction, the fastest of several."""
 
     processes: tuple[int, int]
     message_bytes: int
@@ -62,11 +62,11 @@ class Probe:
     """The measurements of a probe. `save` and `load` keep them as JSON.
 
     Attributes:
-        world_size: Processes that took part.
-        backend: Of the process group.
-        device: Where the messages lay, such as "cpu".
-        timings: By message size, ascending.
-        pairs: Of single pairs of processes.
+        world_size: The number of processes that took part.
+        backend: The process group's backend.
+        device: The device of the messages, such as "cpu".
+        timings: Timings of averagings, by ascending message size.
+        pairs: Timings of single pairs of processes.
         nodes: The ranks on each machine, as `attach` finds machines; all in one list if it finds none.
         wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
             wire, if measured: at least 1; 2 if two processes send one after the other.
@@ -82,7 +82,7 @@ class Probe:
     wire_factors: dict[Collective, float] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
 
-    # Both are asked for with every message of a prediction.
+    # Every message of a prediction needs both.
     @cached_property
     def latency_seconds(self) -> float:
         """The time of an averaging of almost nothing."""
@@ -90,9 +90,9 @@ class Probe:
 
     @cached_property
     def bytes_per_second(self) -> float | None:
-        """The rate of each process's link, sent as on a ring; None if no message took longer for sure."""
-        # From the largest message, and the largest one that took less by all quartiles: costs that don't
-        # depend on the size fall out of the difference.
+        """The rate of each process's link in a ring; None if no message clearly took longer than another."""
+        # From the largest message, and the largest one whose quartiles are clearly lower: costs that don't
+        # depend on the size cancel in the difference.
         large = self.timings[-1]
         for small in reversed(self.timings[:-1]):
             if small.quartiles[1] < large.quartiles[0]:
@@ -101,7 +101,7 @@ class Probe:
         return None
 
     def known_rate(self) -> float:
-        """Return `bytes_per_second`; ConfigError if it is not known."""
+        """Return `bytes_per_second`; ConfigError if it is unknown."""
         if self.bytes_per_second is not None:
             return self.bytes_per_second
         least, most = self.timings[0].message_bytes, self.timings[-1].message_bytes
@@ -112,7 +112,7 @@ class Probe:
 
     @property
     def doubt(self) -> str:
-        """The reason to doubt it, in words; "" if there is none."""
+        """A sentence with the reason to doubt this probe; "" if there is none."""
         for timing in self.timings:
             if timing.spread_seconds > DOUBTFUL_SPREAD * timing.median_seconds:
                 spread = f"bytes had a spread of over {DOUBTFUL_SPREAD} times their median"
@@ -121,7 +121,7 @@ class Probe:
         return ""
 
     def pair_bytes_per_second(self, *, inside: bool) -> float | None:
-        """Return the rate of a link inside of `nodes`, or between them; None if it is not known."""
+        """Return the rate of links inside of `nodes`, or between them; None if it is unknown."""
         node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
         rates = [
             pair.message_bytes / pair.seconds
@@ -132,8 +132,8 @@ class Probe:
         return median(rates) if rates else None
 
     def average_seconds(self, message_bytes: float) -> float:
-        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest."""
-        # Below the smallest there is nothing but latency.
+        """Return an averaging's time: linear between the measured sizes, and beyond the largest."""
+        # Below the smallest size there is only latency.
         if message_bytes <= self.timings[0].message_bytes:
             return self.latency_seconds
         for small, large in pairwise(self.timings):
@@ -151,7 +151,7 @@ class Probe:
 
     @classmethod
     def load(cls, path: Path) -> Probe:
-        """Read a file that `save` wrote; ConfigError if it can't be read, or is no such file."""
+        """Read a file that `save` wrote; ConfigError if it can't be read, or is not such a file."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -162,7 +162,7 @@ class Probe:
 
     @classmethod
     def from_json(cls, text: str) -> Probe:
-        """Read what `to_json` returned; ValueError if it is none, or of a different version."""
+        """Parse the result of `to_json`; ValueError if it is not one, or from a different version."""
         plain = json.loads(text)
         try:
             if plain["version"] != VERSION:
@@ -186,7 +186,7 @@ class Probe:
         for factor in self.wire_factors.values():
             number("wire_factors", factor, minimum=1)
         sizes = [whole_number("message_bytes", t.message_bytes, minimum=1) for t in self.timings if t.seconds]
-        # `average_seconds` divides by the difference of neighbours.
+        # `average_seconds` divides by the difference of neighbouring sizes.
         if len(sizes) < max(2, len(self.timings)) or sizes != sorted(set(sizes)):
             raise ValueError("timings must be two or more, of ascending message_bytes, none without seconds")
 

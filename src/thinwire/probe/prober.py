@@ -1,4 +1,4 @@
-"""Measuring how long averaging takes on a process group, within a budget of time."""
+"""Measure how long averaging takes on a process group, within a budget of time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from thinwire.errors import ConfigError
 from thinwire.probe.link_timings import PairTiming, Probe, Timing, ring_share
 from thinwire.tensors.accelerators import wait_for
 
-# Four times from one to the next: between them, `average_seconds` is linear.
+# Each is four times the one before; `average_seconds` interpolates between them.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
 MIN_REPETITIONS, MAX_REPETITIONS = 3, 25
-KEPT_FOR_LARGE = 3  # shares of the time
+KEPT_FOR_LARGE = 3  # shares of the time kept for large messages
 COLLECTIVE_REPETITIONS = 4
 PAIR_REPETITIONS, PAIR_SECONDS = 5, 0.05
 MAX_PROCESSES_FOR_ALL_PAIRS = 8
-# How much later than the others one process comes, besides a latency: in training they never come at once.
+# How much later than the others one process starts, plus a latency: in training they never start together.
 LATE_SECONDS = 0.005
 IN_FLIGHT, STREAM_REPETITIONS, MAX_STREAMED_BYTES = 8, 3, 5 << 19
 PURPOSE = "a probe"
@@ -51,15 +51,15 @@ def probe(
 ) -> Probe:
     """Measure averaging over message sizes, other collectives, and single pairs of processes. Collective.
 
-    The result is the same on every process. Of more than 8 processes, only neighbours are timed as pairs.
+    The result is the same on every process. With more than 8 processes, only neighbours are timed as pairs.
 
     Args:
         group: The process group, None for the default one.
-        budget_seconds: About how long it may take. Larger messages than fit in it are left out. If it is too
-            short to tell the link's rate, the result says so.
-        device: Where the messages lie. By default the GPU that the group was made for, or else the current
-            one, if NCCL carries its tensors; else the CPU.
-        progress: Gets what is being measured, in words.
+        budget_seconds: About how long it may take. Messages too large for it are left out. If it is too
+            short to find the link's rate, the result says so.
+        device: The device of the messages. By default the GPU that the group was made for, or else the
+            current one, if NCCL sends its tensors; otherwise the CPU.
+        progress: Called with a description of each measurement.
 
     Raises:
         ConfigError: The budget is not positive, there is one process only, or several processes of a
@@ -74,7 +74,7 @@ def probe(
     if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
     device = transport.fast_device if device is None else device
-    # With different budgets processes would send different messages, and wait forever.
+    # With different budgets, processes would send different messages, and wait forever.
     agree(transport, {"budget_seconds": str(budget_seconds)}, PURPOSE)
     prober = Prober(transport, device, progress)
     timings = list(prober.time_averagings(5 / 8 * budget_seconds))
@@ -87,9 +87,9 @@ def probe(
 
 
 def compare_streams(counts: Sequence[int], measured: Probe) -> dict[int, float]:
-    """Return the bits per second of averagings in flight, by the connections that Gloo makes. Collective.
+    """Return the bits per second of concurrent averagings by number of Gloo connections. Collective.
 
-    Gloo makes as many to each process as `GLOO_SOCKET_IFNAME` names interfaces, also one of them twice.
+    To each process Gloo makes one connection per interface in `GLOO_SOCKET_IFNAME`, which may repeat one.
     Each number of connections is measured in a separate group of all processes.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
@@ -107,7 +107,7 @@ def compare_streams(counts: Sequence[int], measured: Probe) -> dict[int, float]:
         for count, prober in probers.items():
             seconds[count].append(prober.average_once(*messages))
     sent_bits = 8 * IN_FLIGHT * message_bytes * ring_share(measured.world_size)
-    # The first repetition finds out how fast connections are.
+    # The first repetition is a warm-up, in which TCP finds the connections' rate.
     return {count: sent_bits / median(repetitions[1:]) for count, repetitions in seconds.items()}
 
 
@@ -126,22 +126,22 @@ class Prober:
     def time_averagings(self, budget_seconds: float) -> Iterator[Timing]:
         end, shortest_seconds = time.perf_counter() + budget_seconds, math.inf
         for index, message_bytes in enumerate(MESSAGE_BYTES):
-            # Sizes share the time alike, but the largest ones tell the rate of a link of long round trips.
+            # Sizes get equal shares of the time, but the largest: they show the rate if round trips are long.
             sizes_left = len(MESSAGE_BYTES) - index + KEPT_FOR_LARGE
             share_seconds = (end - time.perf_counter()) / sizes_left
             message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
-            # This one does not count: connections are made, pages are touched. It tells what one costs with
-            # the messages around it, which take longer than itself on a long link.
+            # The first one does not count: it makes connections and touches pages. But it shows the cost of
+            # one averaging with its coordinating messages, which take longer than itself on a long link.
             start = time.perf_counter()
             self.average_once(message)
             once_seconds = _mean(time.perf_counter() - start, self.transport)
-            # The mean over all decides: with different numbers of repetitions they would wait forever.
+            # The mean over all processes decides: with different numbers of repetitions they would hang.
             affordable = min(MAX_REPETITIONS, share_seconds / max(once_seconds, 1e-6))
             repetitions = max(MIN_REPETITIONS, int(_mean(affordable, self.transport)))
             yield Timing(message_bytes, [self.average_once(message) for _ in range(repetitions)])
-            # The next size is four times as long, but a round trip is none the longer for it. All stop at
-            # the same one, by a mean.
+            # The next size is four times as large, but round trips take no longer. All processes stop at the
+            # same size, by a mean.
             shortest_seconds = min(shortest_seconds, once_seconds)
             next_seconds = 4 * once_seconds - 3 * shortest_seconds
             missing_seconds = (MIN_REPETITIONS + 1) * next_seconds - (end - time.perf_counter())
@@ -149,14 +149,14 @@ class Prober:
                 return
 
     def average_once(self, *messages: torch.Tensor) -> float:
-        """Return the seconds of averaging messages side by side, their mean over the processes."""
+        """Return the seconds of averaging messages concurrently, the mean over the processes."""
         return fmean(self.seconds_of(lambda: [self.transport.mean(message, PURPOSE) for message in messages]))
 
     def seconds_of(
         self, start: Callable[[], Sequence[Work]], last: int = -1, late_seconds: float = 0.0
     ) -> list[float]:
-        """Return each process's seconds of messages that all start together, but one that comes later."""
-        # Together, or the first process would count its waiting for the others as the network's time.
+        """Return each process's seconds for messages that all start together, except the `last` process."""
+        # Synchronise first, or a process would count its wait for the others as the network's time.
         _mean(0.0, self.transport)
         wait_for(self.device)
         if self.transport.rank == last:
@@ -170,11 +170,11 @@ class Prober:
 
     def time_collectives(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
         """Return how much longer other collectives take than averagings with as many bytes on the wire."""
-        # Each is timed as often; one that sends before it receives takes twice as long as the averaging.
+        # Each is timed the same number of times; one that sends before it receives takes twice as long.
         num_averagings = (1 + 2 * 2) * (COLLECTIVE_REPETITIONS + 1)
         message_bytes = self.largest_within(timings, budget_seconds / num_averagings)
         late_seconds = LATE_SECONDS + timings[0].median_seconds
-        # A process sends as many bytes as with an averaging's ring.
+        # A process sends as many bytes as in a ring all-reduce.
         message = torch.zeros(2 * message_bytes, dtype=torch.uint8, device=self.device)
         contribution = message[: 2 * message_bytes // self.transport.size].clone()
         gathered = message[: contribution.numel() * self.transport.size].clone()
@@ -184,9 +184,9 @@ class Prober:
         def typical_seconds(start: Callable[[], Work]) -> float:
             timed = []
             for number in range(COLLECTIVE_REPETITIONS + 1):
-                last = number % self.transport.size  # from when it has come
+                last = number % self.transport.size  # time from when this process has started
                 timed.append(self.seconds_of(lambda: [start()], last, late_seconds)[last])
-            return median(timed[1:])  # the first makes connections, as above
+            return median(timed[1:])  # the first one makes connections
 
         self.progress(f"all-gather and all-to-all, {message_bytes:,} bytes")
         averaging_seconds = typical_seconds(lambda: self.transport.mean(averaged, PURPOSE))
@@ -198,18 +198,18 @@ class Prober:
         }
 
     def largest_within(self, timings: list[Timing], seconds: float) -> int:
-        """Return the largest message, of those timed, of which an averaging takes less than so long."""
-        # Nothing larger than was timed: if noise hides the rate, it would seem to take no longer.
+        """Return the largest timed message whose averaging takes less than `seconds`."""
+        # Not larger than timed: if noise hides the rate, larger ones would seem to take no longer.
         sizes = [timing.message_bytes for timing in timings[1:] if timing.median_seconds < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
     def time_pairs(self, timings: list[Timing], budget_seconds: float) -> list[PairTiming]:
         """Time one pair after the other while all others wait."""
-        # The number of all pairs grows with the square of the processes, and they wait for each other.
+        # The number of pairs grows with the square of the processes, and they are timed one after the other.
         ranks = range(self.transport.size)
         all_pairs = self.transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
         pairs = list(combinations(ranks, 2) if all_pairs else pairwise(ranks))
-        # In the time of one message of a pair, all can average as much.
+        # A message of a pair takes about as long as averaging as many bytes.
         pair_seconds = budget_seconds / len(pairs) / (2 * (PAIR_REPETITIONS + 1))
         message_bytes = self.largest_within(timings, min(PAIR_SECONDS, pair_seconds))
         message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
@@ -217,12 +217,12 @@ class Prober:
         for pair in pairs:
             self.progress(f"processes {pair[0]} and {pair[1]}, {message_bytes:,} bytes")
             seconds = 0.0
-            # The others wait below: two pairs at a time would share links.
+            # The others wait below: two concurrent pairs would share links.
             if self.transport.rank in pair:
                 pings = [self.transport.ping_seconds(*pair, message) for _ in range(PAIR_REPETITIONS + 1)]
-                # Other work of the computers can only add to it, and would hide who is near whom.
+                # The minimum: other work on the machines only adds time, and would hide which are close.
                 seconds = min(ping or 0.0 for ping in pings[1:])
-            # All take the time that the first of the pair saw: they must hold the same.
+            # All use the time of the pair's first rank: they must have the same.
             everyone = gather_numbers([seconds], self.transport, PURPOSE)
             pair_timings.append(PairTiming(pair, message_bytes, everyone[pair[0]][0]))
         return pair_timings

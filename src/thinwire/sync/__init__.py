@@ -1,4 +1,4 @@
-"""The layer between adapters and transports: buckets, steps, state, and the handle that a user keeps."""
+"""The layer between adapters and transports: buckets, steps, state, and the user's handle."""
 
 from thinwire.sync.engine import Engine
 from thinwire.sync.handle import GradientSync, Handle, Synced, attached, engine_of, handle_of

@@ -1,4 +1,4 @@
-"""AlgorithmState: what an algorithm remembers between steps, and how it is taken back, saved and loaded."""
+"""AlgorithmState: an algorithm's state between steps, and how it is rolled back, saved and loaded."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from thinwire.sync.state import (
 )
 from thinwire.tensors import accelerators
 
-# Steps of which the host does not learn whether they were finite, counted in one launch.
+# How many steps whose health the host does not know are counted in one launch.
 COUNTED_TOGETHER = 256
-# Averaged in one message, unless a single tensor is larger.
+# Bytes averaged in one message, unless a single tensor is larger.
 MEAN_BYTES = 64 << 20
 
 
 @dataclass
 class Pending:
-    """Elementwise tensors that were loaded, each until its bucket is opened: only then its order is known.
+    """Loaded elementwise tensors, each kept until its bucket is opened: only then is its layout known.
 
-    A state of all processes is theirs as it is. Of states that processes have saved for themselves a machine
-    has the sum of its processes' (`add_up_pending`), and all processes the mean (`AlgorithmState.save`).
+    A state of all processes applies to each as it is. States that processes saved for themselves are summed
+    over a machine's processes (`add_up_pending`), and averaged over all (`AlgorithmState.save`).
     """
 
     tensors: Tensors = field(default_factory=dict)  # in the parameter's shape
@@ -49,7 +49,7 @@ class Pending:
 
 
 class AlgorithmState:
-    """Memory, what was loaded and waits for its bucket, and counts of steps."""
+    """Memory, loaded tensors that wait for their bucket, and counts of steps."""
 
     def __init__(
         self,
@@ -57,39 +57,39 @@ class AlgorithmState:
         inter_node: Transport,
         partition: IntraNodePartition | None,
     ) -> None:
-        self.specs = {spec.name: spec for spec in specs}  # all that are known, in the order of the model
-        self.all_known = bool(self.specs)  # from the start
+        self.specs = {spec.name: spec for spec in specs}  # all known parameters, in model order
+        self.all_known = bool(self.specs)  # whether all parameters are known from the start
         self.memory, self.pending = Memory(), Pending()
         self.unsynced_names: set[str] = set()  # parameters whose local slots have changed since averaged
         self.nonfinite_steps = 0  # as far as the host knows
-        self.may_remember = False  # whether some process of this machine may have something in memory
-        self.torn = ""  # the step that has written memory, and whose means did not come
-        self.loaded_digest: int | None = None  # of what was loaded last, for processes to compare
-        self.unchecked: SavedState | None = None  # loaded, and no one knows yet whether of this model
+        self.may_remember = False  # whether any process of this machine may have something in memory
+        self.torn = ""  # the step that has written memory, but whose means did not arrive
+        self.loaded_digest: int | None = None  # of the last loaded state, for processes to compare
+        self.unchecked: SavedState | None = None  # loaded, but not checked against the model yet
         self.inter_node, self.partition = inter_node, partition
-        self._unseen: list[torch.Tensor] = []  # which steps were healthy
-        self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
+        self._unseen: list[torch.Tensor] = []  # whether each of the latest steps was healthy
+        self._unseen_nonfinite: torch.Tensor | int = 0  # the count for earlier steps
 
     # Steps.
 
     @property
     def steps(self) -> int:
-        """Steps so far, those that were not finite included."""
+        """Steps so far, including those that were not finite."""
         return self.memory.step + self.nonfinite_steps
 
     def has(self, slots: Iterable[Slot]) -> bool:
-        """Return whether something is in memory for some slots, or will be when its bucket comes."""
+        """Return whether memory has, or will have when buckets are opened, tensors of these slots."""
         return any(self.memory[slot] or self.pending.tensors.get(slot) for slot in slots)
 
     def count_unseen(self, is_healthy: torch.Tensor) -> None:
-        """Count a step of which the host does not learn whether it was finite."""
-        # Added up where they are, since to read one makes the host wait; and seldom: each sum is a launch.
+        """Count a step whose health the host does not know."""
+        # Summed on the device, since reading makes the host wait; and rarely, since each sum is a launch.
         self._unseen.append(is_healthy)
         if len(self._unseen) == COUNTED_TOGETHER:
             self._unseen_nonfinite, self._unseen = self._sum_of_unseen(), []
 
     def unseen_nonfinite_steps(self) -> int:
-        """Return how many of those were not. Cost: a host synchronisation, if there were any."""
+        """Return how many of these steps were not finite. Cost: a host synchronisation, if there were any."""
         return int(self._sum_of_unseen())
 
     def _sum_of_unseen(self) -> torch.Tensor | int:
@@ -100,7 +100,7 @@ class AlgorithmState:
         return (~are_healthy).sum() + self._unseen_nonfinite
 
     def remembered(self) -> Callable[[], None]:
-        """Copy all that steps change; return a function that goes back, as if later ones were not made."""
+        """Copy all that steps change; return a function that restores it, as if later steps never ran."""
         memory = self.memory.copied({label for tensors in self.memory.slots.values() for label in tensors})
         pending = {
             slot: {label: tensor.clone() for label, tensor in tensors.items()}
@@ -122,13 +122,13 @@ class AlgorithmState:
     # The residual.
 
     def take_error(self, name: str) -> torch.Tensor | None:
-        """Take the residual of a parameter, flat and unscaled, which is the caller's then; None if none.
+        """Remove and return a parameter's residual, flat and unscaled; None if there is none.
 
-        If processes of a machine share it, it is zeros for what others hold, and the rest times their number:
-        its mean over the machine is the residual.
+        If processes of a machine share it, this process's elements are multiplied by their number, and the
+        others are zeros, so that the mean over the machine is the residual.
         """
         self.unsynced_names.add(name)
-        # Other local memory belongs to this residual, and would be wrong beside a different one.
+        # Other local memory belongs to this residual, and would be wrong with a different one.
         for slot in self.memory.slots:
             if slot.is_local and slot != ERROR:
                 self.memory[slot].pop(name, None)
@@ -140,7 +140,7 @@ class AlgorithmState:
         return whole
 
     def put_error(self, name: str, error: torch.Tensor) -> None:
-        """Make a tensor the residual of a parameter; of what `take_error` has returned, or a part of it."""
+        """Set a parameter's residual to the result of `take_error`, or a part of it."""
         self.unsynced_names.add(name)
         self.may_remember = True
         if self.partition is not None:
@@ -148,12 +148,12 @@ class AlgorithmState:
         self.memory[ERROR][name] = error
 
     def regroup(self, error_scale: float) -> None:
-        """Go on in a group of other members, with residuals that count `error_scale` times as much."""
+        """Adapt to a group with other members: multiply residuals by `error_scale`."""
         for slot, tensors in self.memory.slots.items():
             for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
                 tensor.mul_(error_scale)
-        # Only some members may have loaded a state or averaged their residuals; both must be the same on all
-        # members, so reset them.
+        # Perhaps only some members have loaded a state or averaged their residuals. Both facts must be the
+        # same on all members, so reset them.
         self.loaded_digest, self.unsynced_names = None, set(self.specs)
 
     def error_norm(self) -> float:
@@ -164,12 +164,12 @@ class AlgorithmState:
         return float(torch.stack(errors).norm()) if errors else 0.0
 
     def memory_bytes(self) -> int:
-        """Return the bytes of all that the algorithm remembers on this process."""
+        """Return the bytes of the algorithm's state on this process."""
         slots = self.memory.slots.values()
         return sum(tensor.nbytes for tensors in slots for tensor in tensors.values())
 
     def residual_bytes(self) -> int:
-        """Return the bytes that `save` averages, exactly: of what differs between the processes."""
+        """Return the bytes that `save` averages exactly: those of tensors that differ between processes."""
         slots = [
             slot for slot in self.memory.slots if slot.is_local and slot.is_elementwise and slot.is_saved
         ]
@@ -178,11 +178,11 @@ class AlgorithmState:
     # Saving.
 
     def save(self, algorithm: Algorithm, device: torch.device, purpose: str) -> SavedState:
-        """Return all of it, the same on every process, with mean residuals here as well. Collective."""
+        """Return the state, the same on every process; residuals in memory become means too. Collective."""
         self._drop_unsaved()
         if self.unsynced_names:
-            # Only those: what has been averaged and is averaged again may change in its last bits, and of
-            # parameters whose bucket has not come since a load nothing is in memory.
+            # Only these: averaging again could change the last bits, and memory holds nothing yet for
+            # parameters whose bucket was not opened since a load.
             specs = [spec for name, spec in self.specs.items() if name in self.unsynced_names]
             if self.partition is not None:
                 specs = self.partition.held_parts(specs)
@@ -199,21 +199,21 @@ class AlgorithmState:
         return self._saved(algorithm, self.memory, self.pending.tensors)
 
     def save_local(self, algorithm: Algorithm, position: Position, cuts: Cuts) -> SavedState:
-        """Return all that this process remembers, and who it is; no message is sent."""
+        """Return this process's state and its position, without communication."""
         self._drop_unsaved()
-        # The processes of a machine are added up: what all of them have loaded is saved by one.
+        # States of a machine's processes are summed later: only one saves what all of them have loaded.
         is_saved_here = self.partition is None or self.pending.owner == "process" or not position.local_rank
         pending = self.pending.tensors if is_saved_here else {}
         saved = self._saved(algorithm, self.memory, pending, of_all=False)
         return saved._replace(position=position, cuts=cuts)
 
     def common_state(self, algorithm: Algorithm) -> dict[str, Any]:
-        """Return the state without what differs between processes, for one that joins; no message is sent."""
+        """Return the part of the state that all processes share, for a new member; without communication."""
         common = {slot: tensors for slot, tensors in self.memory.slots.items() if not slot.is_local}
         return pack(self._saved(algorithm, Memory(self.memory.step, common), {}, of_all=False))
 
     def _drop_unsaved(self) -> None:
-        """Drop what a resumed run won't have: both must continue bit for bit alike."""
+        """Drop what a resumed run won't have: both runs must be equal bit for bit."""
         for slot, tensors in self.memory.slots.items():
             if slot.is_local and not slot.is_saved:
                 tensors.clear()
@@ -221,7 +221,7 @@ class AlgorithmState:
     def _saved(
         self, algorithm: Algorithm, memory: Memory, pending: Tensors, *, of_all: bool = True
     ) -> SavedState:
-        """Return a memory and what is pending, of this process or of all processes of its machine."""
+        """Return memory and pending tensors, of this process or of all processes of its machine."""
         if (partition := self.partition) is None:
             slots = tensors_to_save(algorithm, memory, self.specs, pending)
         else:
@@ -236,7 +236,7 @@ class AlgorithmState:
             slots = assemble(own, parts, self.specs, held_by)
             for slot, tensors in pending.items():
                 slots.setdefault(slot, {}).update(tensors)
-        # The shapes of all parameters, as far as the loaded state or the model has them.
+        # The shapes of all parameters, as far as the loaded state or the model knows them.
         shapes = {} if self.unchecked is None else dict(self.unchecked.shapes)
         shapes |= {name: spec.shape for name, spec in self.specs.items()}
         return SavedState(repr(algorithm), memory.step, self.nonfinite_steps, shapes, slots)
@@ -244,13 +244,13 @@ class AlgorithmState:
     # Loading.
 
     def load(self, loaded: SavedState) -> None:
-        """Go on from a checked state; if parameters are not known yet, the first step checks the model."""
+        """Load a checked state; if parameters are not known yet, the first step checks the model."""
         is_of_all = loaded.position is None
         self.memory, self.pending = Memory(loaded.step), Pending({}, "all" if is_of_all else "process")
         for slot, tensors in loaded.slots.items():
             taken = (self.pending.tensors if slot.is_elementwise else self.memory.slots)[slot] = {}
             for label, tensor in tensors.items():
-                # Of these parameters, and of no single shard of one.
+                # Only if it belongs to these parameters, and not to a single shard.
                 is_here = not self.all_known or self.specs.keys() >= names_in(label)
                 if is_here and SHARD_MARK not in label:
                     taken[label] = tensor
@@ -263,14 +263,14 @@ class AlgorithmState:
         self.unchecked = None if self.all_known else loaded
 
     def add_up_pending(self) -> None:
-        """Add up what processes of this machine have loaded, each its part. Collective inside, once."""
+        """Sum the parts that this machine's processes have loaded. Collective inside, once."""
         if self.partition is not None and self.pending.owner == "process":
             self.pending = Pending(add_up(self.pending.tensors, self.partition.intra_node), "machine")
 
     def take_pending(
         self, specs: Iterable[ParameterSpec], labels: Iterable[str], device: torch.device
     ) -> None:
-        """Bring what was loaded of parameters into memory, if this process remembers something of them."""
+        """Move loaded tensors of parameters into memory, if this process holds a part of them."""
         held = frozenset(labels)
         for slot, tensors in self.pending.tensors.items():
             for spec in specs:
@@ -278,29 +278,29 @@ class AlgorithmState:
                     loaded = in_memory_order(slot, tensors.pop(spec.name), spec, device)
                     if self.partition is not None:
                         loaded = loaded[self.partition.held(spec.name)].clone()
-                    if spec.name in held:  # else all of it is of other processes of the machine
+                    if spec.name in held:  # otherwise other processes of the machine hold all of it
                         self.memory[slot][spec.name] = loaded
 
 
-# How processes put their states together. All of it is collective.
+# Combining the states of processes. All of this is collective.
 
 
 def average_local(
     memory: Memory, specs: Iterable[ParameterSpec], device: torch.device, transport: Transport, purpose: str
 ) -> None:
-    """Replace what differs between processes by its mean; some may have none of a parameter.
+    """Replace tensors that differ between processes by their means; a process may lack some.
 
-    Cost: for each slot a message of a byte for each parameter, and as many bytes as it holds, in messages of
-    64 MiB; a host synchronisation for each of them; a copy of the slot on the CPU until all have come.
+    Cost: for each slot a message of one byte per parameter, and the slot's bytes in messages of 64 MiB; a
+    host synchronisation for each of them; a copy of the slot on the CPU until all have arrived.
     """
-    # In one order on all processes, whatever order parameters and slots became known in.
+    # In the same order on all processes, independent of when parameters and slots became known.
     ordered = sorted(specs)
     means: list[tuple[Slot, ParameterSpec, torch.Tensor]] = []
     for slot in sorted(memory.slots, key=lambda slot: slot.name):
         if not (slot.is_local and slot.is_elementwise) or not ordered:
             continue
         tensors = memory[slot]
-        # Ask first: if any member has one, those without send zeros, or it would wait for them forever.
+        # Ask first: if any member has a tensor, those without it must send zeros, or it would wait forever.
         has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
         has = has.to(transport.control_device)
         transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
@@ -310,10 +310,10 @@ def average_local(
                 zero = torch.zeros((), dtype=dtype, device=device)
                 flat = torch.cat([tensors.get(spec.name, zero.expand(spec.numel)) for spec in sent])
                 transport.mean(flat, f"{purpose}, {slot.name} from {sent[0].name} to {sent[-1].name}").wait()
-                # Move it off the device, which may have no room for a second residual of the whole model.
+                # Move it to the CPU: the device may have no room for a second residual of the whole model.
                 parts = flat.to("cpu").split_with_sizes([spec.numel for spec in sent])
                 means += ((slot, spec, mean) for spec, mean in zip(sent, parts, strict=True))
-    # Only when all slots have come: if a message fails, memory is as it was.
+    # Only after all slots have arrived: if a message fails, memory is as it was.
     for slot, spec, mean in means:
         if spec.name in memory[slot]:
             memory[slot][spec.name].copy_(mean)
@@ -322,7 +322,7 @@ def average_local(
 
 
 def add_up(loaded: Tensors, transport: Transport) -> Tensors:
-    """Return the sum of what processes have loaded, each its own; some may have none of a parameter."""
+    """Return the sum of the tensors that processes have loaded; a process may lack some."""
     total: Tensors = {slot: {} for slot in loaded}
     for _, slot, label, tensor in parts_of_all(loaded, transport):
         tensors = total.setdefault(slot, {})
@@ -336,7 +336,7 @@ def parts_of(own: Tensors, rank: int) -> Iterable[StatePart]:
 
 
 def parts_of_all(own: Tensors, transport: Transport) -> Iterator[StatePart]:
-    """Yield process by process what each has, on the CPU; a message for each, however many tensors."""
+    """Yield the tensors of each process in turn, on the CPU; one message per process."""
     mine = list(parts_of(own, transport.rank))
     described = [
         (slot.name, slot.is_local, slot.is_elementwise, label, str(tensor.dtype)[6:], *tensor.shape)
@@ -358,7 +358,7 @@ def parts_of_all(own: Tensors, transport: Transport) -> Iterator[StatePart]:
             transport.broadcast(packed, rank, f"state_dict(), what process {rank} remembers").wait()
         pieces = packed.cpu().split_with_sizes(lengths)
         for (slot, label, dtype, shape), piece in zip(theirs, pieces, strict=True):
-            # A copy: each begins where its type may, and does not keep the others.
+            # A copy, which is aligned for its dtype and does not keep the others alive.
             yield StatePart(rank, slot, label, piece.clone().view(dtype).view(shape))
 
 
@@ -369,9 +369,9 @@ def assemble(
     view_of: Callable[[StatePart, torch.Tensor], torch.Tensor],
     label_of: Callable[[StatePart], str] = lambda part: part.label,
 ) -> Tensors:
-    """Return whole tensors of the parts of several processes; zeros where no one has a part.
+    """Return whole tensors made of several processes' parts; zeros where no process has a part.
 
-    `view_of` returns where in the whole tensor a part lies, `label_of` the label of what is not elementwise.
+    `view_of` returns a part's view of the whole tensor, `label_of` a part's label if it is not elementwise.
     """
     whole: Tensors = {slot: {} for slot in slots}
     for part in parts:
@@ -379,7 +379,7 @@ def assemble(
         if not part.slot.is_elementwise:
             tensors.setdefault(label_of(part), part.tensor)
         elif spec is None or part.tensor.shape == spec.shape:
-            # Several may have it as a whole; the first one's counts.
+            # Several processes may have the whole tensor; take the first one.
             tensors.setdefault(part.label, part.tensor)
         else:
             if part.label not in tensors:

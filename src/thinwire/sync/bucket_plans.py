@@ -19,35 +19,34 @@ from thinwire.sync.partition import NOTHING, BucketParts, IntraNodePartition, Sp
 from thinwire.sync.settings import Settings
 from thinwire.version import __version__
 
-# Buckets that are kept open beside those of the last step.
+# How many buckets are kept open in addition to those of the last step.
 MAX_IDLE_BUCKETS = 32
 
 EXACT, NO_GRADIENTS = AllReduce(), Bucket((), torch.empty(0))
 
 Parts: TypeAlias = Sequence[Sequence[Specs]]
-"""The buckets of each part of a model whose parts are averaged in separate steps."""
+"""The buckets of each part of a model, if its parts are averaged in separate steps."""
 
 
 @dataclass(eq=False)
 class BucketState:
-    """A bucket, from step to step: its plan once it is open, and its gradients while a step is under way.
+    """A bucket, kept from step to step: its plan once it is open, and its gradients during a step.
 
-    What is done once for a bucket (processes compared, plan made, memory put in order) is in no later step's
-    way: its adapter keeps this as long as it `is_current`. All buckets are closed when the algorithm, the
-    members or the memory change.
+    Opening compares processes, makes the plan and adapts memory, once for all steps: the adapter keeps this
+    object while it `is_current`. All buckets are closed when the algorithm, the members or the memory change.
     """
 
     specs: Specs  # in the order of their gradients
     is_current: bool = True
     is_open: bool = False
-    is_in_flight: bool = False  # whether a step is under way with it
+    is_in_flight: bool = False  # whether a step in progress has it
     # Once it is open.
-    plan: BucketPlan = NOTHING  # on a machine of several processes, of the part that this one averages
+    plan: BucketPlan = NOTHING  # on a machine of several processes, for the part that this one averages
     parts: BucketParts | None = None  # how processes of a machine divide the bucket
-    machine_bytes: int = 0  # that all of them send of it in a step, by the plan
+    machine_bytes: int = 0  # what all of them send for it in a step, according to the plan
     # While it is in flight.
     flat: torch.Tensor = NO_GRADIENTS.flat
-    part: Bucket = NO_GRADIENTS  # what of `flat` this process averages, once that is sent
+    part: Bucket = NO_GRADIENTS  # the part of `flat` that this process averages, once it is sent
 
     def __post_init__(self) -> None:
         self.names = frozenset(spec.name for spec in self.specs)
@@ -67,14 +66,14 @@ class BucketPlans:
     ) -> None:
         self.state, self.partition, self.inter_node = state, state.partition, state.inter_node
         self.device = torch.device("cpu")  # of the last bucket
-        self.settings = self._settings = settings  # with this algorithm, on that device
+        self.settings = self._settings = settings  # resolved for this algorithm and device
         self.has_agreed = False
         self.last_used: Sequence[BucketState] = ()  # in the last step
-        self.specs_of_last: tuple[Specs, ...] = ()  # of its buckets; of parts, all
+        self.specs_of_last: tuple[Specs, ...] = ()  # the last step's buckets; with parts, all buckets
         self.transport, self._traffic, self._has_parts = transport, traffic, len(parts) > 1
-        self._buckets: dict[Specs, BucketState] = {}  # those that are current
+        self._buckets: dict[Specs, BucketState] = {}  # the current ones
         self._plans: tuple[BucketPlan, ...] = ()  # of `specs_of_last`
-        self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
+        self._model_plans: tuple[BucketPlan, ...] = ()  # before the first step: the model as one bucket
         self._take(algorithm)
         if self._has_parts:
             self.specs_of_last = tuple(specs for part in parts for specs in part)
@@ -84,9 +83,9 @@ class BucketPlans:
         if not isinstance(algorithm, Algorithm):
             got = no_algorithm(algorithm)
             raise ConfigError(f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {got}")
-        if self.state.specs:  # else they are checked bucket by bucket, when those are opened
+        if self.state.specs:  # otherwise each bucket is checked when it is opened
             algorithm.check_model(self.specs)
-        # Last: what was refused above has changed nothing.
+        # Last, so that nothing has changed if anything above raises.
         self.algorithm: Algorithm = algorithm
         self.settings = self._settings.resolved(algorithm, self.device)
         self.state.may_remember |= algorithm.remembers
@@ -94,28 +93,28 @@ class BucketPlans:
             self.partition.divide(algorithm, self.specs)
 
     def use(self, algorithm: Algorithm) -> None:
-        """Switch to a different algorithm, with the memory of the one before."""
+        """Switch to a different algorithm, and keep the memory."""
         self._take(algorithm)
         self.close_all()
-        if self._plans:  # before the first step no one knows what is stale
+        if self._plans:  # before the first step it is unknown what is stale
             self._forget_stale()
             for plan in self._plans:
                 plan.on_state_loaded(self.state.memory)
 
     def move_to(self, device: torch.device) -> None:
-        """Take note of the device that gradients are on."""
+        """Set the gradients' device."""
         self.device, self.settings = device, self._settings.resolved(self.algorithm, device)
 
     # Plans.
 
     @property
     def specs(self) -> Specs:
-        """All parameters that are known, in the order of the model."""
+        """All known parameters, in model order."""
         return tuple(self.state.specs.values())
 
     @property
     def plans(self) -> Sequence[BucketPlan]:
-        """Those of the last step's buckets; before it, of the model as one bucket, and its statistics."""
+        """Plans of the last step's buckets; before the first step, of the model as in `model_buckets`."""
         if not self._plans and not self._model_plans:
             partition = self.partition and self.partition.preview()
             self._model_plans = tuple(self._plan_part(specs, partition) for specs in self.model_buckets())
@@ -131,10 +130,10 @@ class BucketPlans:
         if not specs:
             return NOTHING
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, num_members=self.inter_node.size)  # members may come and go
+        return algorithm.prepare(specs, num_members=self.inter_node.size)  # the size may change
 
     def _plan_part(self, specs: Specs, partition: IntraNodePartition | None) -> BucketPlan:
-        """Plan what of a bucket this process averages."""
+        """Plan the part of a bucket that this process averages."""
         if partition is not None:
             parts = partition.parts(specs)
             specs = parts.specs_of(parts.local_rank)
@@ -152,7 +151,7 @@ class BucketPlans:
         return {specs: bucket for specs, bucket in self._buckets.items() if bucket.is_open}
 
     def open_all(self, devices: Mapping[BucketState, torch.device]) -> None:
-        """Open buckets, each on its device. Collective once if some were not, unless `agree` was called."""
+        """Open buckets. Collective, once for all of them, if some were not open and `agree` was not called."""
         new = [bucket for bucket in devices if not bucket.is_open]
         if not new:
             return
@@ -162,10 +161,10 @@ class BucketPlans:
             if not bucket.names <= state.specs.keys():
                 state.specs.update((spec.name, spec) for spec in bucket.specs)
                 self._model_plans = ()
-        # Before the first message of any. If rank 0 had 4 bits and rank 1 low rank, their messages would have
-        # other lengths: both would wait forever, or add up what does not belong together. And by a gather,
-        # which is never taken for an average: if rank 0 opens a bucket and rank 1 sends one that is open, it
-        # ends in a timeout that says what to look for.
+        # Compare before the first message. If rank 0 had 4 bits and rank 1 low rank, their messages would
+        # differ in length: both would wait forever, or sum unrelated data. Compare with a gather, which never
+        # matches an all-reduce: if rank 0 opens a bucket and rank 1 sends an open one, both time out, with an
+        # error that says what to look for.
         if not self.has_agreed:
             self._compare(new)
         state.add_up_pending()
@@ -175,28 +174,28 @@ class BucketPlans:
                 self.partition.hold(parts, plan.labels, state.memory, devices[bucket])
                 planned = [self.plan(parts.specs_of(rank)) for rank in range(len(parts.lengths))]
                 bucket.machine_bytes = sum(r.message_bytes for whole in planned for r in whole.routes)
-            # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
+            # After the comparison: if it raises, the loaded state can still be saved or replaced.
             state.take_pending(bucket.specs, plan.labels, devices[bucket])
             warning = plan.on_state_loaded(state.memory)
             if warning and state.unchecked is not None:
                 warnings.warn(warning, stacklevel=5)
             bucket.plan, bucket.is_open = plan, True
-            # Behind those that were opened before, whenever this process has seen it first.
+            # At the end of the order, independent of when this process has first seen the bucket.
             self._buckets[bucket.specs] = self._buckets.pop(bucket.specs, bucket)
 
     def note(self, used: Sequence[BucketState]) -> None:
-        """Take note of the buckets of a step that has ended, if it had different ones than the last step."""
+        """Record the buckets of a step that has ended, if they differ from those of the step before."""
         self.last_used = used
         specs_of_last = tuple(bucket.specs for bucket in used)
-        if specs_of_last == self.specs_of_last or self._has_parts:  # those of parts are known from the start
+        if specs_of_last == self.specs_of_last or self._has_parts:  # parts' buckets are known from the start
             return
         self.specs_of_last = specs_of_last
         self._plans = tuple(bucket.plan for bucket in used)
         self._forget_stale()
-        # Close those not used for longest: some models use other parameters in each step. All members end the
+        # Close the least recently used: some models use other parameters in each step. All members end the
         # same steps in the same order, so they close the same buckets.
         for bucket in used:
-            if self._buckets.get(bucket.specs) is bucket:  # else a new plan has closed it meanwhile
+            if self._buckets.get(bucket.specs) is bucket:  # otherwise a new plan has closed it
                 self._buckets[bucket.specs] = self._buckets.pop(bucket.specs)
         idle = [bucket for bucket in self.open_buckets().values() if not bucket.is_in_flight]
         for bucket in idle[: max(0, len(idle) - MAX_IDLE_BUCKETS)]:
@@ -206,26 +205,26 @@ class BucketPlans:
     def close_all(self) -> None:
         """Close all buckets, and plan them again."""
         for bucket in self._buckets.values():
-            bucket.is_current = False  # adapters keep them from step to step, and look at this
+            bucket.is_current = False  # adapters keep buckets from step to step, and check this
         self._buckets.clear()
-        # Whatever has changed may have changed on some processes only, so they are compared again.
+        # The change may have happened on some processes only, so compare again.
         self._model_plans, self.has_agreed = (), False
         self._plans = tuple(self._plan_part(specs, self.partition) for specs in self.specs_of_last)
 
     def _forget_stale(self) -> None:
-        """Drop memory of routes that no longer exist: of earlier buckets, or of an earlier algorithm."""
+        """Drop memory of routes that no longer exist, from earlier buckets or an earlier algorithm."""
         labels = {label for plan in self._plans for label in plan.labels}
         here = {spec.name for plan in self._plans for spec in plan.specs}
         for slot, tensors in self.state.memory.slots.items():
-            # Anything elementwise is a parameter's, whatever the algorithm: any one sends the residual.
+            # Keep elementwise tensors: they belong to a parameter, and any algorithm can send a residual.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
-                if here.issuperset(label.split(BUCKET_SEPARATOR)):  # else of a parameter not used just now
+                if here.issuperset(label.split(BUCKET_SEPARATOR)):  # otherwise a parameter is just unused now
                     del tensors[label]
 
     # Agreement.
 
     def agree(self, device: torch.device) -> None:
-        """Refuse to go on where processes differ. Collective, once after each change."""
+        """Raise on all processes if they differ. Collective, once after each change."""
         if not self.has_agreed:
             self.move_to(device)
             self._compare(())
@@ -235,17 +234,17 @@ class BucketPlans:
         described = self.described("a step", self.device, has_progress=True)
         for number, bucket in enumerate(buckets):
             described[f"bucket {number} with"] = ", ".join(spec.name for spec in bucket.specs)
-        # It is not counted, for it is no gradient's message; but the host waits as for one.
+        # Count the wait, but not the message: it carries no gradients.
         with self._traffic.waiting():
             agree(self.transport, described, f"step {self.state.steps}")
 
     def described(self, call: str, device: torch.device, *, has_progress: bool = False) -> dict[str, str]:
         """Return the facts that must be the same on every process before a call, by subject."""
-        # The plan is not among it: it follows from the algorithm and the shapes.
+        # The plan is left out: it follows from the algorithm and the shapes.
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
         if is_dataclass(self.algorithm):
             for name, value in asdict(self.algorithm).items():
-                if isinstance(value, tuple):  # of pairs: if some differ, only those are shown
+                if isinstance(value, tuple):  # pairs: an error then shows only those that differ
                     described |= {f"{name} of {key}": repr(setting) for key, setting in value}
                 else:
                     described[self.settings.typed.get(name, name)] = repr(value)

@@ -1,4 +1,4 @@
-"""Engine: what adapters drive. It opens buckets, begins steps, and refuses what does not go between them."""
+"""Engine: the object that adapters drive. It opens buckets and begins steps."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
 
 
 class Engine:
-    """Averages gradients over a group: an algorithm at work on a model, and the transport it uses.
+    """Averages gradients over a group: it runs an algorithm on a model, over a transport.
 
     An adapter opens each bucket, begins a step and starts the buckets in it. The user's `GradientSync`
-    stands before the engine.
+    wraps the engine.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Engine:
         parts: Parts = (),
         machines: Machines | None = None,
     ) -> None:
-        # `transport` joins all processes, and carries what is agreed upon and saved, uncounted. `inter_node`
-        # joins those that this one averages with: all, or those of its local rank on other machines.
+        # `transport` connects all processes, for agreement and saving, uncounted. `inter_node` connects the
+        # processes that this one averages with: all, or those of its local rank on other machines.
         self.transport = self.inter_node = transport
-        # Which process of this machine averages what; None if each averages whole buckets with all.
+        # Which process of this machine averages which part; None if each averages whole buckets with all.
         self.partition: IntraNodePartition | None = None
-        self.machines: tuple[tuple[int, ...], ...] | None = None  # the ranks on each, if they have several
+        self.machines: tuple[tuple[int, ...], ...] | None = None  # each machine's ranks, if it has several
         if machines is not None:
-            # Processes of a machine average different parts, so they ask each other whether all are healthy.
+            # Processes of a machine average different parts, so they must agree whether all are healthy.
             settings = replace(settings, health_group=machines.intra_node)
             self.inter_node, self.machines = machines.inter_node, machines.rows
             self.partition = IntraNodePartition(machines.intra_node)
         self.metered = Metered(self.inter_node, traffic)
-        self.wire: Transport = self.metered  # `thinwire.testing` puts something else here between steps
+        self.wire: Transport = self.metered  # `thinwire.testing` may replace it between steps
         self.traffic = self.metered.traffic
         self.clock = StepClock() if clock is None else clock
         self.state = AlgorithmState(specs, self.inter_node, self.partition)
@@ -70,7 +70,7 @@ class Engine:
             intra_node = None if self.partition is None else self.partition.intra_node
             self._weights = Weights(settings.weight, self.metered, intra_node)
         self.reporter = Reporter(self.buckets, self.traffic, self.clock)
-        self.num_dry = 0  # contexts that are open
+        self.num_dry = 0  # open `dry` contexts
         self._num_parts = max(1, len(parts))
         # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
@@ -82,55 +82,60 @@ class Engine:
 
     @property
     def settings(self) -> Settings:
-        """How steps are treated, with this algorithm, on the device of the last bucket."""
+        """The settings of steps, resolved for this algorithm and the last bucket's device."""
         return self.buckets.settings
 
     @property
     def specs(self) -> Specs:
-        """All parameters that are known, in the order of the model."""
+        """All known parameters, in model order."""
         return self.buckets.specs
 
     @property
     def plan(self) -> Plan:
-        """How each parameter travels, in the order of the model."""
+        """How each parameter is sent, in model order."""
         return self.reporter.plan
 
     @property
     def steps(self) -> int:
-        """Steps so far, those that were not finite included."""
+        """Steps so far, including those that were not finite."""
         return self.state.steps
 
     # Steps.
 
     def agree(self, device: torch.device) -> None:
-        """Refuse to go on where processes differ. Collective, once after each change."""
+        """Raise on all processes if they differ. Collective, once after each change."""
         self.buckets.agree(device)
 
+<<<<<<< HEAD
     def open(self, specs: Specs, device: torch.device) -> BucketState:
         """Return a bucket, to be kept while it `is_current`. Collective if it was not open."""
+=======
+    def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> BucketState:
+        """Return an open bucket; keep it while it `is_current`. Collective if it was not open."""
+>>>>>>> w-E
         bucket = self.buckets.bucket(specs)
         with self.clock.inside(self.traffic), full_precision(device):
             self.buckets.open_all({bucket: device})
         return bucket
 
     def begin(self, *, pipelined: bool = False) -> Step:
-        """Return a new step; it blocks while messages of abandoned steps are under way."""
+        """Return a new step. Blocks while messages of abandoned steps are in flight."""
         # Backends match collectives by their order. If rank 0 began step 8 while a message of its abandoned
-        # step 7 was under way, rank 1's first message of step 8 would be added to that one. So an abandoned
-        # step comes to its end on all ranks before anything new; until then its messages may be written, to
-        # the same memory as the gradients of the next pass.
+        # step 7 was in flight, rank 1's first message of step 8 would be added to that one. So an abandoned
+        # step must end on all ranks before a new one begins. Until then the backend may also write its
+        # messages, to the same memory as the gradients of the next pass.
         if self.state.torn:
             self.check_whole("a step")
         for step in tuple(self._steps):
             if not step.is_open:
                 step.drain()
                 self._steps.remove(step)
-        # Count open steps too, so that errors of steps side by side name different numbers.
+        # Count open steps too, so that errors of concurrent steps name different numbers.
         memory = self.state.memory
         committed = memory.step + len(self._steps)
         number = committed + self.state.nonfinite_steps
         if self._num_parts > 1:
-            # An algorithm counts turns of all parts. The same slots: what is written, all parts see.
+            # An algorithm counts turns over all parts. The slots are shared: all parts see what is written.
             memory = Memory(committed // self._num_parts, memory.slots)
         step = Step(
             self.buckets,
@@ -149,32 +154,43 @@ class Engine:
     def _ended(self, step: Step, committed: bool) -> None:
         self._steps.remove(step)
         self.reporter.gradient_bytes += step.gradient_bytes
-        for observer in tuple(self.reporter.observers):  # a copy: one may leave while it is called
+        for observer in tuple(self.reporter.observers):  # a copy: an observer may remove itself when called
             observer(committed)
 
+<<<<<<< HEAD
     def start(self, buckets: FlatBuckets, *, pipelined: bool = False) -> Step:
         """Begin a step of buckets whose gradients are all there, and send their first messages."""
+=======
+    def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:
+        """Begin a step of buckets whose gradients are all ready, and send their first messages."""
+>>>>>>> w-E
         step = self.begin(pipelined=pipelined)
         try:
-            with self.clock.inside(self.traffic):  # as one: what is ready waits for buckets to be opened
+            with self.clock.inside(self.traffic):  # all at once: ready gradients wait for opening buckets
                 ready = [(self.buckets.bucket(specs), flat) for specs, flat in buckets]
                 self.buckets.open_all({bucket: flat.device for bucket, flat in ready})
                 for bucket, flat in ready:
                     step.start(bucket, flat)
-        # An interrupt, too: buckets left in flight would refuse every later step.
+        # Also on an interrupt: buckets left in flight would make every later step raise.
         except BaseException:
             step.abandon()
             raise
         return step
 
+<<<<<<< HEAD
     def average(self, buckets: FlatBuckets) -> bool:
         """Make one step of buckets whose gradients are all there; return what `Step.finish` does."""
         committed = self.start(buckets, pipelined=True).finish()
+=======
+    def average(self, buckets: FlatBuckets, *, is_agreed: bool = False) -> bool:
+        """Make one step of buckets whose gradients are all ready; return the result of `Step.finish`."""
+        committed = self.start(buckets, pipelined=True, is_agreed=is_agreed).finish()
+>>>>>>> w-E
         self.raise_unless(committed)
         return committed
 
     def raise_unless(self, committed: bool) -> None:
-        """Raise, if the user wants that of a step that was not committed."""
+        """Raise if the step was not committed and the user wants an error then."""
         if not committed and self.settings.on_nonfinite == "raise":
             raise NonfiniteError(
                 f"step {self.steps - 1}: the mean gradients are not finite; the error memory is as before, "
@@ -182,14 +198,14 @@ class Engine:
             )
 
     def abandon(self) -> None:
-        """Forget all steps under way. Memory is as it was before them."""
+        """Drop all steps in progress. Memory is as it was before them."""
         for step in self._steps:
             step.abandon()
 
     # Between steps.
 
     def check_whole(self, call: str) -> None:
-        """Refuse a call after a step that has written memory, and whose means did not come."""
+        """Raise after a step that has written memory, but whose means did not arrive."""
         if self.state.torn:
             raise StepError(
                 f"{call} was called after {self.state.torn} had failed when its error memory was written "
@@ -198,7 +214,7 @@ class Engine:
             )
 
     def check_between_steps(self, call: str, *, also_dry: bool = True) -> None:
-        """Refuse a call during a backward pass, or where what it does would be taken back."""
+        """Raise during a backward pass, or inside `dry`, which would undo the call."""
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
@@ -211,7 +227,7 @@ class Engine:
             )
 
     def regroup(self, error_scale: float = 1.0) -> None:
-        """Go on with a group that has other members, or a model that was taken over. Between steps."""
+        """Adapt to a group with other members, or a model that was replaced. Between steps."""
         self.check_between_steps("regroup()")
         self.state.regroup(error_scale)
         self.buckets.close_all()
@@ -220,20 +236,20 @@ class Engine:
     # Saved state; `GradientSync` has more of it.
 
     def save(self) -> SavedState:
-        """Return all that is remembered, the same on every process; see `GradientSync.state_dict`."""
+        """Return the state, the same on every process; see `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
         self.check_whole("state_dict()")
         purpose, device = f"state_dict() after {self.steps} steps", self.buckets.device
         with full_precision(torch.device("cpu")):
-            # First of all: if processes differ, none has changed its memory.
+            # First: if processes differ, none has changed its memory.
             described = self.buckets.described("state_dict()", device, has_progress=True)
             agree(self.transport, described, purpose)
-            # Before the residual is averaged, which changes what they are made of.
+            # Before residuals are averaged: the errors are computed from them.
             self.reporter.keep_errors()
             return self.state.save(self.algorithm, device, purpose)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `save` returns, packed."""
+        """Return the result of `save`, packed."""
         return pack(self.save())
 
     def check_state_dict(
@@ -246,8 +262,8 @@ class Engine:
     ) -> SavedState:
         """Return the state that `load` would load, and change nothing.
 
-        With a `position` this process may load what it has saved for itself; `whole` are the whole
-        parameters, if those here are shards.
+        With a `position` the state may be one that this process has saved for itself. `whole` are the whole
+        parameters, if this process has shards.
         """
         self.check_between_steps("load_state_dict()")
         loaded = read_state(state, self.algorithm.slots)
@@ -259,12 +275,12 @@ class Engine:
         return loaded
 
     def load(self, loaded: SavedState) -> None:
-        """Go on from what `check_state_dict` has returned, or a part of it.
+        """Load the result of `check_state_dict`, or a part of it.
 
-        If the parameters are not known yet, whether it is of this model shows at the first step.
+        If the parameters are not known yet, the first step checks that it belongs to this model.
         """
         self.state.load(loaded)
-        self.reporter.forget_errors()  # they were of a step that this memory has not seen
+        self.reporter.forget_errors()  # they belong to a step that this memory has not seen
         self.buckets.close_all()
         for plan in self.buckets.plans if self.state.all_known else ():
             warning = plan.on_state_loaded(self.state.memory)

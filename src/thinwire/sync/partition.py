@@ -1,4 +1,4 @@
-"""Machines of several processes: which of them averages and remembers which part of each parameter."""
+"""Machines of several processes: which process averages which part of a parameter, and keeps its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.sync.state import names_in
 Specs = tuple[ParameterSpec, ...]
 
 Ranges = tuple[slice, ...]
-"""The elements of a parameter that each local rank averages, in their order."""
+"""The elements of a parameter that each local rank averages, by local rank."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ NOTHING = _NothingPlan((), ())
 
 
 class Partitioner:
-    """Divides parameters evenly among local ranks: all processes ask alike, and get the same.
+    """Divides parameters evenly among local ranks, the same way on all processes.
 
-    If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it lies,
-    so nothing is copied.
+    If the algorithm keeps state, a parameter stays divided as it was. If not, a bucket is cut into contiguous
+    parts, so nothing is copied.
     """
 
     def __init__(self, algorithm: Algorithm, num_local_ranks: int, model: Specs) -> None:
@@ -45,8 +45,8 @@ class Partitioner:
         self._as_it_lies = isinstance(self._indivisible, int) and not algorithm.remembers
         self._ranges: dict[str, Ranges] = {}
         self._loads = [0] * num_local_ranks
-        self._buckets = set[int]()  # that were given to one local rank as a whole
-        # All at once if that is possible, so that the largest come first. Buckets are not known yet.
+        self._buckets = set[int]()  # those given to one local rank as a whole
+        # Divide the whole model at once if possible, largest parameters first. Buckets are not known yet.
         if self._indivisible != "bucket" and not self._as_it_lies:
             self.of(model)
 
@@ -56,7 +56,7 @@ class Partitioner:
             return list(self._cut(specs))
         if self._indivisible == "bucket":
             self._keep_together(specs)
-        # The largest first: the small ones then fill up what is left.
+        # The largest first: small ones then even out the rest.
         for spec in sorted(specs, key=lambda spec: (-spec.numel, spec.name)):
             if spec.name not in self._ranges:
                 unit = spec.numel if isinstance(self._indivisible, str) else self._indivisible
@@ -67,7 +67,7 @@ class Partitioner:
         return [self._ranges[spec.name] for spec in specs]
 
     def _cut(self, specs: Specs) -> Iterator[Ranges]:
-        """Yield ranges that follow each other in the bucket, as many elements for each local rank."""
+        """Yield consecutive ranges of the bucket, with equally many elements for each local rank."""
         assert isinstance(self._indivisible, int)
         num_local_ranks, total, start = len(self._loads), sum(spec.numel for spec in specs), 0
         for spec in specs:
@@ -82,7 +82,7 @@ class Partitioner:
         known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
         owners = {max(range(len(ranges)), key=lambda rank: _length(ranges[rank])) for ranges in known}
         bucket = hash(tuple(spec.name for spec in specs))
-        # DDP has one bucket in its first step, and others from then on: not all may stay with its owner.
+        # DDP has one bucket in its first step, and others later: not all of them may stay with its owner.
         if len(owners) > 1 or bucket not in self._buckets:
             self._buckets.add(bucket)
             held = [sum(_length(ranges[rank]) for ranges in known) for rank in range(len(self._loads))]
@@ -92,7 +92,7 @@ class Partitioner:
                 self._give(spec, [spec.numel * (rank == owner) for rank in range(len(self._loads))])
 
     def _give(self, spec: ParameterSpec, counts: Sequence[int]) -> None:
-        # The last unit of a parameter may be shorter.
+        # A parameter's last unit may be shorter.
         ends = [min(end, spec.numel) for end in accumulate(counts, initial=0)]
         old, self._ranges[spec.name] = self._ranges.get(spec.name), tuple(map(slice, ends[:-1], ends[1:]))
         for local_rank, new in enumerate(self._ranges[spec.name]):
@@ -104,7 +104,7 @@ def _length(elements: slice) -> int:
 
 
 def part_of(spec: ParameterSpec, elements: slice) -> ParameterSpec:
-    """Return the spec by which an algorithm knows a part of a parameter; of all of it, its own spec."""
+    """Return the spec of a part of a parameter; of the whole parameter, its own spec."""
     numel = _length(elements)
     return spec if numel == spec.numel else spec._replace(shape=(numel,), stride=(1,), start=elements.start)
 
@@ -116,9 +116,9 @@ class BucketParts:
         self.specs, self.ranges, self.local_rank = specs, ranges, local_rank
         offsets = list(accumulate((spec.numel for spec in specs), initial=0))
         local_ranks = range(len(ranges[0]))
-        # Elements of the bucket of each local rank.
+        # The number of the bucket's elements for each local rank.
         self.lengths = [sum(_length(of_spec[owner]) for of_spec in ranges) for owner in local_ranks]
-        # Slices of the bucket, in the order of local ranks.
+        # Slices of the bucket, ordered by local rank.
         self._slices = _joined(
             slice(offset + of_spec[owner].start, offset + of_spec[owner].stop)
             for owner in local_ranks
@@ -126,7 +126,7 @@ class BucketParts:
         )
 
     def specs_of(self, local_rank: int) -> Specs:
-        """Return a local rank's parts, in the order of the bucket."""
+        """Return a local rank's parts, in bucket order."""
         # A parameter without elements goes to the local rank with most elements, so that it has a route.
         busiest = self.lengths.index(max(self.lengths))
         return tuple(
@@ -142,7 +142,7 @@ class BucketParts:
         return (sum(self.lengths) + (others - 1) * own) * self.specs[0].dtype.itemsize
 
     def by_rank(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a bucket in the order of local ranks: itself, if it has that order."""
+        """Return a bucket ordered by local rank: itself, if it has this order."""
         return flat if len(self._slices) < 2 else torch.cat([flat[part] for part in self._slices])
 
     def own(self, by_rank: torch.Tensor) -> torch.Tensor:
@@ -150,14 +150,14 @@ class BucketParts:
         return by_rank.split_with_sizes(self.lengths)[self.local_rank]
 
     def write(self, flat: torch.Tensor, by_rank: torch.Tensor) -> None:
-        """Write what `by_rank` has returned back to the bucket."""
+        """Write the result of `by_rank` back to the bucket."""
         if by_rank is not flat:
             parts = by_rank.split_with_sizes(list(map(_length, self._slices)))
             torch._foreach_copy_([flat[part] for part in self._slices], parts)
 
 
 def _joined(slices: Iterable[slice]) -> list[slice]:
-    """Return slices that are not empty, with those joined that follow each other: fewer copies."""
+    """Return the nonempty slices, with adjacent ones joined, for fewer copies."""
     joined: list[slice] = []
     for part in slices:
         if joined and joined[-1].stop == part.start:
@@ -168,45 +168,45 @@ def _joined(slices: Iterable[slice]) -> list[slice]:
 
 
 class IntraNodePartition:
-    """Which process of this machine averages and remembers which part of each parameter."""
+    """Which process of this machine averages, and holds the state of, which part of each parameter."""
 
     def __init__(self, inside: Transport) -> None:
         self.intra_node = inside  # the processes of this machine, by local rank
         self.forget()
 
     def divide(self, algorithm: Algorithm, model: Specs) -> None:
-        """Divide the work by what an algorithm must average as one."""
+        """Divide the work into units that an algorithm must average as a whole."""
         self._partitioner = Partitioner(algorithm, self.intra_node.size, model)
 
     def preview(self) -> IntraNodePartition:
-        """Return a copy to plan with: a bucket that is asked for only here is not divided for the run."""
+        """Return a copy for planning: its buckets do not affect the division of later ones."""
         preview = copy.copy(self)
         preview._partitioner = copy.deepcopy(self._partitioner)
         return preview
 
     def parts(self, bucket: Specs) -> BucketParts:
-        """Return who averages what of a bucket."""
+        """Return how this machine's processes divide a bucket."""
         return BucketParts(bucket, self._partitioner.of(bucket), self.intra_node.rank)
 
     # This process's memory.
 
     def forget(self) -> None:
-        """Remember that memory holds nothing yet."""
+        """Note that memory holds nothing yet."""
         self.held_ranges: dict[str, Ranges] = {}  # of each parameter in memory, on all local ranks
 
     def held(self, name: str) -> slice:
-        """Return which elements of a parameter memory holds here."""
+        """Return which elements of a parameter this process's memory holds."""
         return self.held_ranges[name][self.intra_node.rank]
 
     def held_parts(self, specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
-        """Return those parts of parameters of which memory may hold something here."""
+        """Return the parts of parameters that this process's memory may hold."""
         held = [
             (spec, part_of(spec, self.held(spec.name))) for spec in specs if spec.name in self.held_ranges
         ]
         return [part for spec, part in held if part.numel or not spec.numel]
 
     def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
-        """Let memory hold this process's part of a bucket. Collective inside, if it held different parts."""
+        """Make memory hold this process's part of a bucket. Collective inside, if it held other parts."""
         ranges = {spec.name: of_spec for spec, of_spec in zip(parts.specs, parts.ranges, strict=True)}
         moved = {
             spec.name: spec
@@ -217,7 +217,7 @@ class IntraNodePartition:
             self._move(moved, ranges, memory, device)
         self.held_ranges |= ranges
         for slot, tensors in memory.slots.items():
-            # Loaded for the other processes of the machine.
+            # Drop what was loaded for the other processes of the machine.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
                 if ranges.keys() >= names_in(label):
                     del tensors[label]
@@ -230,7 +230,7 @@ class IntraNodePartition:
             for slot, tensors in memory.slots.items()
             for name in (moved.keys() & tensors.keys() if slot.is_elementwise else ())
         ]
-        # A process may remember something of a kind of which the others have nothing.
+        # A process may hold tensors of a slot of which the others have none.
         everyone = gather_bytes(json.dumps(own).encode(), self.intra_node, "who of a machine remembers what")
         slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
         for kind, is_local, name in sorted({tuple(entry) for said in everyone for entry in json.loads(said)}):

@@ -1,4 +1,4 @@
-"""Arithmetic in full precision, whatever the user has switched on around the backward pass."""
+"""Arithmetic in full precision, whatever the user has enabled around the backward pass."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from thinwire import torch_private
 _precision: Any = torch_private.fp32_precision
 _set_precision: Any = torch_private.set_fp32_precision
 
-# The setting of products is the whole process's, and backward passes of several devices run on separate
-# threads: the first to come sets it, and the last to go restores it.
+# The setting for matrix products is process-wide, and backward passes of several devices run on separate
+# threads: the first one inside sets it, and the last one restores it.
 _lock, _num_inside, _restored = threading.Lock(), 0, ExitStack()
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Switch off autograd, inference mode, autocast and products in TF32 or bf16, while this is open."""
+    """Disable autograd, inference mode, autocast and TF32 or bf16 matrix products inside this context."""
     global _num_inside  # noqa: PLW0603
     with _lock:
         for backend in ("cuda", "mkldnn") if _num_inside == 0 else ():
-            # A product in TF32 rounds off what would neither be sent nor stay in the residual.
+            # TF32 products round: what they lose would neither be sent nor stay in the residual.
             if _precision is None or _precision(backend, "matmul") not in ("ieee", "none"):
                 _set_full(backend)
         _num_inside += 1
     try:
         with ExitStack() as inside:
-            # Tensors made in inference mode could not be written to outside of it: residuals, say.
+            # Tensors made in inference mode, such as residuals, could not be written to outside of it.
             if torch.is_inference_mode_enabled():
                 inside.enter_context(torch.inference_mode(False))
             inside.enter_context(torch.no_grad())
             for kind in (device.type, "cpu"):  # autocast refuses to mix 16-bit types
-                if torch.is_autocast_enabled(kind):  # to enter it costs more than to ask
+                if torch.is_autocast_enabled(kind):  # checking is cheaper than entering
                     inside.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
@@ -51,8 +51,8 @@ def _set_full(backend: str) -> None:
         _restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
         return
-    # Torch tells only what is in effect: the products' own setting shows while the wider ones are unset. The
-    # one in effect, written back as their own, would outlive the wider one.
+    # Torch shows only the effective setting. Unset the wider settings to see the one of matrix products
+    # itself: the effective one, restored as their own, would outlive the wider one.
     with ExitStack() as wider_restored:
         for wider in ("generic", backend):
             wider_restored.callback(_set_precision, wider, "all", _precision(wider, "all"))

@@ -1,4 +1,4 @@
-"""Reporter: prints the plan, counts steps and messages, warns, and calls observers of every step."""
+"""Reporter: prints the plan, counts steps and messages, warns, and has the observers of steps."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Errors = tuple[dict[str, float], dict[str, float]]
 
 
 class Reporter:
-    """What users, watchers and hooks ask of an engine."""
+    """Reports on an engine, for users, watches and hooks."""
 
     def __init__(self, buckets: BucketPlans, traffic: Traffic, clock: StepClock) -> None:
         self.observers: list[Callable[[bool], None]] = []  # called after every step: was it committed?
-        # Puts the steps in between into the counts, for models that are averaged every few steps.
+        # Adds the steps between averagings to the counts, for models that are averaged every few steps.
         self.compared: Callable[[Stats], Stats] = lambda stats: stats
         self._buckets, self._state, self._traffic, self._clock = buckets, buckets.state, traffic, clock
         self.gradient_bytes = 0  # of all steps, without compression
         self._has_warned = False
-        self._kept_errors: tuple[int, Errors] | None = None  # the step after which they were kept
-        self._printed: tuple[object, Plan] = (None, Plan(()))  # of which plans of buckets
+        self._kept_errors: tuple[int, Errors] | None = None  # with the step after which they were kept
+        self._printed: tuple[object, Plan] = (None, Plan(()))  # with the bucket plans that it was made from
 
     @property
     def steps(self) -> int:
-        """Steps so far, those that were not finite included."""
+        """Steps so far, including those that were not finite."""
         return self._state.steps
 
     # In print.
@@ -66,9 +66,9 @@ class Reporter:
 
     @property
     def plan(self) -> Plan:
-        """How each parameter travels, in the order of the model."""
+        """How each parameter is sent, in model order."""
         plans, partition = self._buckets.plans, self._buckets.partition
-        if plans is not self._printed[0]:  # asked in every step, and seldom a new one
+        if plans is not self._printed[0]:  # read in every step, but rarely new
             order = {name: position for position, name in enumerate(self._state.specs)}
             printed = (route for plan in plans for route in plan.routes)
             routes = sorted(
@@ -78,7 +78,7 @@ class Reporter:
         return self._printed[1]
 
     def _routes_of_machine(self) -> Iterator[Route]:
-        """Yield how parameters travel, with what all local ranks send of them."""
+        """Yield the routes of parameters, with the bytes of all local ranks."""
         buckets, partition = self._buckets, self._buckets.partition
         assert partition is not None
         if not buckets.specs_of_last:
@@ -99,9 +99,9 @@ class Reporter:
                     yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
 
     def warn_of_nonfinite(self) -> None:
-        """Say once what becomes of a step that is not finite; for adapters whose means the user applies."""
+        """Log once what happens to a step that is not finite; for adapters whose user applies the means."""
         settings = self._buckets.settings
-        # A scaler tries out how far it can go, and leaves out such steps.
+        # A scaler raises its scale until steps are not finite, and skips them.
         if self._has_warned or settings.is_skipped:
             return
         self._has_warned = True
@@ -121,7 +121,7 @@ class Reporter:
     # Figures.
 
     def stats(self) -> Stats:
-        """Return the figures of the steps so far. Cost: a norm of each residual, and a synchronisation."""
+        """Return the statistics so far. Cost: a norm of each residual, and a host synchronisation."""
         relative_error, error_norm = self._errors()
         unseen_steps, counts = self._state.unseen_nonfinite_steps(), self.counts()
         if unseen_steps:
@@ -155,18 +155,18 @@ class Reporter:
         self._kept_errors = self.steps, self._errors()
 
     def forget_errors(self) -> None:
-        """Look at memory again when asked for errors."""
+        """Compute errors from memory again."""
         self._kept_errors = None
 
     def _errors(self) -> Errors:
-        """Return relative errors and error norms by route, as of the last step; read back at once."""
+        """Return the last step's relative errors and error norms by route, read back together."""
         if self._kept_errors is not None and self._kept_errors[0] == self.steps:
             return self._kept_errors[1]
         diagnoses = [plan.diagnose(self._state.memory) for plan in self._buckets.plans]
         found = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
         if not found:
             return {}, {}
-        # All in one tensor: each number read by itself would make the host wait for the device.
+        # All in one tensor: reading each number by itself would make the host wait each time.
         device = found[0].error_norms.device
         numbers = [torch.stack([one.relative_errors, one.error_norms]).to(device) for one in found]
         labels = [label for one in found for label in one.labels]

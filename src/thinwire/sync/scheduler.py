@@ -1,14 +1,14 @@
-"""The collectives of one step: carries what its buckets ask for, in rounds, up to the commit.
+"""The collectives of one step: sends its buckets' requests, in rounds, up to the commit.
 
-How a gradient passes through, with two buckets `a` and `b`:
+One step with two buckets `a` and `b`:
 
     backward pass             step.start(a, gradients)      plan.run(a, memory) is a generator: it runs to its
                                 │                           first request, which is sent (round 1 of a)
-                              step.start(b, gradients)      the same of b, while a's message travels
-    last gradient is there    step.finish()
-                                ├ advance()                 waits, answers a and b, which go on to their next
-                                │                           requests: those of a kind travel as one (round 2)
-                                ├ advance() …               until both stand at their Commit
+                              step.start(b, gradients)      the same for b, while a's message is in flight
+    last gradient is ready    step.finish()
+                                ├ advance()                 waits, answers a and b, which run to their next
+                                │                           requests: those of a kind go as one (round 2)
+                                ├ advance() …               until both have reached their Commit
                                 └ commit()                  all received numbers are finite? both are resumed,
                                                             and write means and memory; or neither is
 """
@@ -42,7 +42,7 @@ from thinwire.torch_private import is_profiling
 
 
 class Task:
-    """A bucket's generator of requests, standing at one."""
+    """A bucket's generator of requests, suspended at one."""
 
     def __init__(self, requests: Requests, bucket: str = "") -> None:
         self.bucket = bucket  # its first parameter
@@ -52,26 +52,26 @@ class Task:
                 "request, and Commit as the last one"
             )
         self.requests = requests
-        # The request that it stands at; None at its end.
+        # The request at which it is suspended; None at its end.
         self.request: Request | tuple[CollectiveRequest, ...] | None = None
-        self.gate: Commit | None = None  # its commit, once it has come there
-        self.is_committed = False  # whether it has passed that
-        self.answer(None)  # a generator that has not begun takes nothing else
+        self.gate: Commit | None = None  # its commit, once reached
+        self.is_committed = False  # whether it has passed its commit
+        self.answer(None)  # a generator that has not started accepts nothing else
 
     def answer(self, answer: Any) -> None:
-        """Hand over the answer to its request; the next one follows."""
+        """Send the answer to its request to the generator, which runs to the next one."""
         try:
             self.request = self.requests.send(answer)
         except StopIteration:
             self.request = None
             if self.is_committed:
                 return
-            # Without one it would have written its memory whether or not the step was healthy.
+            # Without a commit it has written memory whether or not the step was healthy.
             raise ConfigError(
                 "a plan's run has ended without Commit, expected it as the last request; yield "
                 "Commit(lambda: all_finite(…)) before memory is written"
             ) from None
-        # A message behind the commit could fail where other buckets have written their memory already.
+        # A message after the commit could fail when other buckets have already written their memory.
         if self.is_committed and not isinstance(self.request, Jointly):
             raise ConfigError(
                 f"a plan's run has asked for {self.request!r} behind its Commit, expected its end"
@@ -88,40 +88,40 @@ class Task:
 class CollectiveScheduler:
     """Drives the buckets of one step through their rounds."""
 
-    # Backends match collectives by nothing but their order. If rank 0 sent bucket a's second message first,
-    # since a's answer came first there, and rank 1 bucket b's, the one would be taken for the other, or both
-    # would wait forever. So one thread sends all, at points of the caller's code that are the same on every
-    # rank; never when something has happened to arrive.
+    # Backends match collectives only by their order. If rank 0 sent bucket a's second message first, because
+    # a's answer arrived first there, and rank 1 sent bucket b's, they would be mixed up, or both would wait
+    # forever. So one thread sends everything, at points of the caller's code that are the same on every rank,
+    # never when something happens to arrive.
 
     def __init__(self, transport: Transport, name: str, *, pipelined: bool = False) -> None:
         self.tasks: list[Task] = []
-        self.name = name  # of the step
-        self.writes = False  # whether memory is written behind some commit that a task has come to
-        self._closing: list[Task] = []  # of `close_with`
+        self.name = name  # the step's
+        self.writes = False  # whether any reached commit writes memory
+        self._closing: list[Task] = []  # from `close_with`
         self._transport, self._size, self._is_pipelined = transport, transport.size, pipelined
-        self._rounds: list[Round] = []  # under way
+        self._rounds: list[Round] = []  # in flight
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
     def start(self, requests: Requests, bucket: str) -> None:
-        """Run a bucket to its first message and send it, while the backward pass goes on."""
+        """Run a bucket to its first message and send it, while the backward pass continues."""
         with profiler_range(f"thinwire: round 1 of {bucket}"):
             task = Task(requests, bucket)
-            # This bucket alone: waiting for the others would delay its message until after the backward pass.
+            # Only this bucket: waiting for the others would delay its message until after the backward pass.
             _compute_jointly([task])
             self._send([task], f"{self.name}, round 1 of the bucket of {bucket}")
-        # Added only once it is sent: otherwise nothing of the bucket is in flight.
+        # Added only after sending: if that fails, nothing of the bucket is in flight.
         self.tasks.append(task)
         if self._is_pipelined:
-            # Wait for what was sent up to the first message of the last bucket but one: what was sent since
-            # then keeps the link busy meanwhile, and for longer than members are apart. Decide by what was
-            # started, not by what arrived, so every member sends in the same order.
+            # Wait for everything up to the first message of the last bucket but one. What was sent after it
+            # keeps the link busy meanwhile, for longer than members differ in time. Decide by what was
+            # started, not by what has arrived, so that every member sends in the same order.
             previous, self._previous = self._previous, self._rounds[-1]
             while previous in self._rounds:
                 self._advance_first()
 
     def _advance_first(self, *, sends: bool = True) -> bool:
-        """Wait for the round that was sent first, and send what its buckets ask for next, alone."""
+        """Wait for the round that was sent first, and send only its buckets' next requests."""
         if self._rounds:
             first = self._rounds[0]
             bucket = first.tasks[0].bucket
@@ -135,19 +135,19 @@ class CollectiveScheduler:
     def advance_next(self) -> bool:
         """Advance all buckets; if they are pipelined, only the one whose message was sent first.
 
-        While that one is decoded, the next one's message travels. Returns whether there is a round under way.
+        While that one is decoded, the next message is in flight. Returns whether any round is in flight.
         """
-        # The step's closing message travels with the second ones of all buckets.
+        # The step's closing message is sent with the second ones of all buckets.
         return self._advance_first() if self._is_pipelined and not self._closing else self.advance()
 
     def close_with(self, requests: Requests) -> None:
-        """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
+        """Add requests of no bucket: the first is sent with the buckets' second; they commit last."""
         self._closing.append(Task(requests))
 
     def advance(self) -> bool:
-        """Wait for the round under way and send the next one, of all buckets together; see `Step.advance`."""
+        """Wait for the round in flight and send the next one, all buckets together; see `Step.advance`."""
         with profiler_range(f"thinwire: round {self._number + 1}"):
-            # All before anything is sent: so the next messages of all buckets travel as one.
+            # Receive all before sending anything, so that the next messages of all buckets are sent as one.
             waiting = self._receive(self._rounds, self.tasks, f"round {self._number}")
             self._rounds, self._previous = [], None
             self._number += 1
@@ -156,7 +156,7 @@ class CollectiveScheduler:
                 types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
                 for task in self._closing:
                     if types and isinstance(task.request, Mean):
-                        # In the type of what is sent anyway: a separate message would cost a latency more.
+                        # In the dtype of the other messages: a separate message would add a latency.
                         task.request = Mean(task.request.tensor.to(types[0]))
                 waiting += [task for task in self._closing if task.gate is None]
             if waiting:
@@ -166,18 +166,18 @@ class CollectiveScheduler:
     # For means that are applied bucket by bucket, during the next forward pass.
 
     def collect(self) -> None:
-        """Wait for the messages under way, in turn; buckets come to their next ones, not sent yet."""
+        """Wait for the messages in flight, in turn; buckets run to their next requests, not sent yet."""
         while self._advance_first(sends=False):
             pass
 
     def send_last_first(self) -> None:
-        """Send what buckets stand at, that of the last bucket first: the next forward pass begins there."""
+        """Send the buckets' current requests, the last bucket's first: the next forward pass starts there."""
         for task in reversed(self.tasks):
             if not isinstance(task.request, Commit):
                 self._send([task], f"{self.name}, the mean of the bucket of {task.bucket}")
 
     def take(self, task: Task) -> None:
-        """Wait for the mean of one bucket, and let that bucket pass its commit."""
+        """Wait for the mean of one bucket, and commit that bucket."""
         for round_ in [round_ for round_ in self._rounds if task in round_.tasks]:
             self._receive([round_], round_.tasks, task.bucket)
             self._rounds.remove(round_)
@@ -185,7 +185,7 @@ class CollectiveScheduler:
             self.commit([task])
 
     def _receive(self, rounds: Sequence[Round], tasks: Sequence[Task], what: str) -> list[Task]:
-        """Wait for rounds, and answer tasks; return those that then stand at a message."""
+        """Wait for rounds, and answer tasks; return those that are then suspended at a message."""
         with profiler_range(f"thinwire: wait for {what}"):
             for round_ in rounds:
                 for work in round_.works:
@@ -210,7 +210,7 @@ class CollectiveScheduler:
     # The commit.
 
     def is_healthy(self) -> torch.Tensor:
-        """Return whether all that was received may be used, as a tensor of one bool; not read back."""
+        """Return whether all received values may be used, as a tensor of one bool; not read back."""
         received, answers = list[torch.Tensor](), list[torch.Tensor]()
         for task in (*self.tasks, *self._closing):
             if task.gate is None:
@@ -219,18 +219,18 @@ class CollectiveScheduler:
                 received += task.gate.is_healthy.tensors
             else:
                 answers.append(_one_bool(task.gate.is_healthy()))
-        # Check all buckets at once: on an accelerator the number of launches is what costs.
+        # Check all buckets together: on an accelerator, launches are the cost.
         if received:
             answers.insert(0, all_finite(*received))
         if not answers:
             return torch.tensor(True)
         if len(answers) == 1:
             return answers[0]
-        # One question for all buckets: a question for each would make the host wait for the device.
+        # One answer for all buckets: reading one for each would make the host wait each time.
         return torch.stack([answer.to(answers[0].device, non_blocking=True) for answer in answers]).all()
 
     def commit_early(self) -> None:
-        """Let those pass behind whose commit no memory is written; their gradients are gone then."""
+        """Commit tasks that write no memory after their commit; this overwrites their gradients."""
         passed = []
         for task in self.tasks:
             if task.gate is not None and not task.gate.writes:
@@ -239,7 +239,7 @@ class CollectiveScheduler:
             self.commit(passed)
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """Let tasks pass their commits: going on to their ends is what writes memory."""
+        """Resume tasks after their commits: they run to their ends and write memory."""
         for task in tasks:
             if not task.is_committed:
                 task.is_committed = True
@@ -250,15 +250,15 @@ class CollectiveScheduler:
         self.commit(self._closing)
 
     def close(self) -> None:
-        """Forget all buckets; they write nothing any more."""
+        """Drop all buckets, so that they write nothing any more."""
         for task in (*self.tasks, *self._closing):
             task.requests.close()
-        self.tasks, self._closing = [], []  # with what they have received
-        # The rounds stay: what was sent can't be called back, and `drain` must know of it.
+        self.tasks, self._closing = [], []  # drops what they have received, too
+        # The rounds stay: sent messages can't be cancelled, and `drain` must wait for them.
 
     def drain(self) -> None:
-        """Wait for what was under way when it was closed; whether that has failed no longer matters."""
-        # Until then the backend may write to the messages, which may lie in the gradients themselves.
+        """Wait for messages that were in flight at `close`; whether they fail no longer matters."""
+        # Until then the backend may write to the messages, which may be the gradients' own memory.
         for round_ in self._rounds:
             for work in round_.works:
                 with suppress(CommunicationError):
@@ -267,13 +267,13 @@ class CollectiveScheduler:
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a context that is a range in `torch.profiler`'s picture; nothing while that is off."""
+    """Return a context that is a named range in `torch.profiler`; a null context if it is off."""
     return record_function(name) if is_profiling() else nullcontext()
 
 
 def _one_bool(answer: object) -> torch.Tensor:
     if isinstance(answer, torch.Tensor) and answer.dtype is torch.bool and answer.numel() == 1:
-        return answer.reshape(())  # of several buckets they are stacked
+        return answer.reshape(())  # so that several buckets' answers can be stacked
     got = type(answer).__name__
     if isinstance(answer, torch.Tensor):
         got = f"{answer.dtype} of shape {tuple(answer.shape)}"
@@ -283,8 +283,8 @@ def _one_bool(answer: object) -> torch.Tensor:
 
 
 def _compute_jointly(tasks: Sequence[Task]) -> None:
-    """Serve what tasks want computed, those that name one function together, until none wants anything."""
-    # Again and again: with its answer a task may want the next thing computed.
+    """Serve the tasks' `Jointly` requests, one call per function, until there are none."""
+    # In a loop: after its answer a task may yield the next `Jointly`.
     while True:
         wanted = []
         for task in tasks:
@@ -310,15 +310,15 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
 
 
 class Packed(NamedTuple):
-    """Requests of one collective, type and device, as one message."""
+    """Requests of one collective, dtype and device, as one message."""
 
     message: comm.Message
-    asked: list[tuple[list[Any], int]]  # to whose answers it belongs, and as which of them
+    asked: list[tuple[list[Any], int]]  # for each request: its task's list of answers, and the index in it
     widths: list[int]  # of the answers, along the last dimension
 
 
 class Round:
-    """Some tasks' messages, sent together; their answers are handed over when all have come."""
+    """Some tasks' messages, sent together; tasks are answered when all have arrived."""
 
     def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
@@ -333,8 +333,8 @@ class Round:
                     sent = _checked(request, num_members, task.requests)
                     kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
                     kinds.setdefault(kind, []).append((answers, index, sent))
-        # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
-        # follows from what is asked for: not from which bucket asked first.
+        # Backends match collectives only by their order, and wait forever if it differs. Sorted, the order
+        # depends on the requests, not on which bucket made one first.
         for kind in sorted(kinds):
             tensors, asked, widths = [], [], []
             for answers, index, sent in kinds[kind]:
@@ -342,11 +342,11 @@ class Round:
                 asked.append((answers, index))
                 widths.append(sent.tensor.shape[-1])
             if isinstance(sent, Mean):
-                # One alone is not copied, so its mean comes to lie where the request was.
+                # A single request is not copied, so its mean is in the request's own memory.
                 flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
                 message = comm.Message("all_reduce", flat, flat, purpose, "mean")
             else:
-                # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
+                # Contiguous, because transports send a tensor's memory as bytes.
                 flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
                 if isinstance(sent, AllGather):
                     gathered = flat.new_empty(num_members, len(flat))
@@ -356,7 +356,7 @@ class Round:
             self.packed.append(Packed(message, asked, widths))
 
     def answer(self) -> None:
-        """Hand its tasks what has come."""
+        """Answer its tasks."""
         for message, asked, widths in self.packed:
             received = message.output
             parts = (received,) if len(asked) == 1 else received.split_with_sizes(widths, dim=-1)
@@ -369,7 +369,7 @@ class Round:
 
 
 def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRequest:
-    """Return a request, if it can be sent."""
+    """Return a request; raise if it can't be sent."""
     name = getattr(asker, "__qualname__", "an algorithm")
     if not isinstance(request, CollectiveRequest):
         raise ConfigError(

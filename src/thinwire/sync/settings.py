@@ -1,4 +1,4 @@
-"""How a sync treats its steps: what all adapters let the user choose."""
+"""The settings of a sync's steps, which all adapters let the user choose."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from thinwire.tensors.accelerators import to_device_async
 OnNonfinite = Literal["nan", "zero", "raise"]
 
 HostCheck: TypeAlias = "bool | Literal['auto']"
-"""Whether the host waits in each step to learn if it was healthy."""
+"""Whether the host waits in each step to learn whether it was healthy."""
 
 
 class StepOptions(TypedDict, total=False):
-    """Options of `thinwire.attach` that every other way to attach takes by name."""
+    """Options of `thinwire.attach` that all other ways to attach take by name."""
 
     host_check: HostCheck
     on_nonfinite: OnNonfinite
@@ -33,15 +33,15 @@ class StepOptions(TypedDict, total=False):
 
 
 def _is_enabled(grad_scaler: object) -> bool:
-    """Return whether it is a `GradScaler` that scales; the methods of one that is not enabled do nothing."""
+    """Return whether it is an enabled `GradScaler`; the methods of a disabled one do nothing."""
     return isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled()
 
 
 def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> OnNonfinite:
-    """Return a choice of `on_nonfinite`, if there is such, and it goes with what scales the loss."""
+    """Return `on_nonfinite`; raise if it is not a choice, or conflicts with the loss scaler."""
     if not isinstance(on_nonfinite, str) or on_nonfinite not in get_args(OnNonfinite):
         raise ConfigError(f'on_nonfinite must be "nan", "zero" or "raise", got {on_nonfinite!r}')
-    # A scaler finds out by looking at the gradients, after all that is done here.
+    # A scaler finds out from the gradients: zeros or an error would hide the overflow from it.
     if on_nonfinite != "nan" and _is_enabled(grad_scaler):
         raise ConfigError(
             f'got on_nonfinite="{on_nonfinite}" and a GradScaler, which must see gradients that are not '
@@ -51,15 +51,15 @@ def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> On
 
 
 LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
-"""Returns it for the step under way, as a tensor of one element on a device."""
+"""Returns the current step's loss scale, as a tensor of one element on a device."""
 
 
 def loss_scale_of(grad_scaler: object) -> LossScale | None:
-    """Return a function of what the loss is multiplied by, for a device; None if it is not."""
+    """Return a function that returns the loss scale on a device; None if there is no scale."""
     if isinstance(grad_scaler, GradScaler):
         if not _is_enabled(grad_scaler):
             return None
-        # `get_scale` would read it back, and wait for the device; to scale a one does not.
+        # `get_scale` would read it back and wait for the device; scaling a one does not.
         return lambda device: grad_scaler.scale(torch.ones((), device=device))
     if grad_scaler is None:
         return None
@@ -70,7 +70,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
         )
 
     def scale_on(device: torch.device) -> torch.Tensor:
-        scale = grad_scaler()  # in each step: it may follow a schedule of the user's
+        scale = grad_scaler()  # in each step: it may follow the user's schedule
         in_fp32 = torch.tensor(number_of(scale), dtype=torch.float32)
         if not 0 < in_fp32.item() < math.inf:
             raise ConfigError(
@@ -83,21 +83,21 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How steps are treated."""
+    """The settings of a sync's steps."""
 
     loss_scale: LossScale | None = None
-    is_skipped: bool = False  # whether a `GradScaler` leaves out steps that are not finite
+    is_skipped: bool = False  # whether a `GradScaler` skips steps that are not finite
     may_be_unused: bool = False
     host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
-    health_group: Transport | None = None  # shards of a model, which agree whether a step is healthy
+    health_group: Transport | None = None  # a model's shards, which must agree whether a step is healthy
     typed: Mapping[str, str] = field(default_factory=dict)
-    weight: Weight | None = None  # None: all processes count alike
+    weight: Weight | None = None  # None: all processes count the same
 
     def __post_init__(self) -> None:
         if self.host_check not in ("auto", True, False):
             raise ConfigError(f'host_check must be "auto", True or False, got {self.host_check!r}')
-        if self.host_check != "auto":  # but NumPy's own, 1 and 0 as well
+        if self.host_check != "auto":  # NumPy's bools, 1 and 0 are accepted, too
             object.__setattr__(self, "host_check", bool(self.host_check))
         checked_on_nonfinite(self.on_nonfinite)
         other = 'on_nonfinite="raise": the host can\'t raise what it does not learn'
@@ -107,10 +107,10 @@ class Settings:
             raise ConfigError(f"host_check=False does not go with {other}; leave out one of them")
 
     def resolved(self, algorithm: Algorithm, device: torch.device) -> Settings:
-        """Return these with an "auto" resolved: by what is the same on all processes, and on all shards."""
+        """Return these with "auto" resolved, from facts that are the same on all processes and shards."""
         if self.host_check != "auto":
             return self
-        # On the CPU it makes no one wait, and what the host knows it can count.
+        # On the CPU the check costs no wait, and the host can count such steps.
         can_do_without = algorithm.decides_on_device and accelerators.is_accelerator(device)
         needs_host = self.may_be_unused or self.on_nonfinite == "raise"
         return replace(self, host_check=needs_host or not can_do_without)
@@ -125,7 +125,7 @@ class Settings:
         typed: Mapping[str, str] | None = None,
         weight: object = None,
     ) -> Settings:
-        """Return the settings of a user, by the arguments that adapters take; see `attach`."""
+        """Return the settings from the user's arguments of an adapter; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
         return cls(
             loss_scale_of(grad_scaler),
@@ -139,7 +139,7 @@ class Settings:
     def described(self) -> Mapping[str, str]:
         """Return the settings that must be the same on all processes, by subject."""
         kind = "not given" if self.weight is None else "a function" if callable(self.weight) else "a number"
-        # `health_group` joins others than those that are compared.
+        # `health_group` is left out: it connects other processes than those compared.
         return {
             "loss scale": "not known" if self.loss_scale is None else "known",
             "find_unused_parameters": str(self.may_be_unused),

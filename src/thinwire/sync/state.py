@@ -3,13 +3,13 @@
 A state is a mapping of plain values and tensors on the CPU:
 
     version, algorithm, step, skipped_steps
-    parameters      ((name, shape), …) of all that are trained
+    parameters      ((name, shape), …) of all trained parameters
     slots           ((slot, (is_local, is_elementwise)), …)
     error, …        for each slot ((name, tensor), …), elementwise ones in the parameter's shape
     layout          if one process has saved it for itself: a `Position`, and "cuts" of a sharded model
 
-Pairs stand in tuples: `torch.distributed.checkpoint` takes mappings apart, and fills in only the keys that
-are there when it loads. So a fresh run has the slots of every algorithm.
+Pairs are in tuples because `torch.distributed.checkpoint` flattens mappings, and loads only keys that are
+already present. For the same reason a fresh run has the slots of every algorithm.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.tensors.layout import shape_of_shard, shard_of
 
 FORMAT = 5
-FORMAT_0_2 = 4  # of Thinwire 0.2: read by this version, not by the next one
+FORMAT_0_2 = 4  # of Thinwire 0.2: this version reads it, the next one does not
 NAMES_IN_0_2 = {"rank": "member", "world_size": "members", "local_rank": "place", "local_size": "places"}
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-EARLIER, SAME_MODEL = "load an earlier state", "load the state of the same model"  # what errors advise
+EARLIER, SAME_MODEL = "load an earlier state", "load the state of the same model"  # advice in errors
 
 Tensors: TypeAlias = dict[Slot, dict[str, torch.Tensor]]
-"""By slot and label; elementwise ones in the parameter's shape."""
+"""Tensors by slot and label; elementwise ones in the parameter's shape."""
 
 Cuts: TypeAlias = dict[str, tuple[tuple[int, ...], int | None]]
-"""Of each parameter of a sharded model the whole shape, and along which dimension it is cut, if it is."""
+"""For each parameter of a sharded model: its whole shape, and the dimension along which it is cut, if any."""
 
 
 class Position(NamedTuple):
-    """Which process of how many this is, and which of how many on its machine, or in its replica."""
+    """A process's rank and world size, and its rank and size on its machine or in its replica."""
 
     rank: int
     world_size: int
     local_rank: int
     local_size: int
-    machines: tuple[tuple[int, ...], ...] | None = None  # the ranks on each, if machines have several
+    machines: tuple[tuple[int, ...], ...] | None = None  # each machine's ranks, if it has several
 
     def __str__(self) -> str:
         where = f", with local rank {self.local_rank}" if self.local_size > 1 else ""
@@ -62,17 +62,17 @@ class SavedState(NamedTuple):
     """A state, unpacked."""
 
     algorithm: str
-    step: int  # committed
-    skipped_steps: int  # that were not finite
-    shapes: Mapping[str, tuple[int, ...]]  # of all the parameters that are trained, by name
+    step: int  # committed steps
+    skipped_steps: int  # steps that were not finite
+    shapes: Mapping[str, tuple[int, ...]]  # of all trained parameters, by name
     slots: Tensors
-    position: Position | None = None  # of the process that has saved it for itself; None if it is of all
+    position: Position | None = None  # of the process that saved it for itself; None for a state of all
     cuts: Cuts = {}  # noqa: RUF012 - never written
     digest: int = 0  # for processes to compare what they have loaded
 
 
 class StatePart(NamedTuple):
-    """A tensor that some process has."""
+    """A tensor that one process has."""
 
     rank: int
     slot: Slot
@@ -83,7 +83,7 @@ class StatePart(NamedTuple):
 def tensors_to_save(
     algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec], pending: Tensors
 ) -> Tensors:
-    """Return what is remembered as copies on the CPU, with what was loaded and is not in memory yet."""
+    """Return memory as copies on the CPU, with loaded tensors that are not in memory yet."""
     named = {**SLOTS, **{slot.name: slot for slot in (*algorithm.slots, *memory.slots)}}
     slots: Tensors = {slot: {} for slot in named.values() if slot.is_saved}
     for slot, tensors in slots.items():
@@ -95,7 +95,7 @@ def tensors_to_save(
                 tensors[label] = strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
             else:
                 tensors[label] = tensor.to("cpu", copy=True)
-        # A bucket that has not come yet still has its loaded tensors to send.
+        # A bucket that was not opened yet still has its loaded tensors.
         tensors |= {name: tensor.clone() for name, tensor in pending.get(slot, {}).items()}
     return slots
 
@@ -118,7 +118,7 @@ def pack(state: SavedState) -> dict[str, Any]:
 
 
 def updated(state: Any) -> Any:
-    """Return a state of 0.2's `local_state_dict`, which is two mappings, as this version has it."""
+    """Convert a state of 0.2's `local_state_dict`, which is two mappings, to this version's format."""
     if not isinstance(state, Mapping) or "own" not in state:
         return state
     layout = {name: state[before] for name, before in NAMES_IN_0_2.items()}
@@ -127,7 +127,7 @@ def updated(state: Any) -> Any:
 
 
 def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
-    """Return what was saved, also by 0.2, checked; a copy of its tensors. `slots`: the algorithm's in use."""
+    """Check a saved state, also one of 0.2, and return it with copied tensors. `slots`: the algorithm's."""
     with damage_named():
         loaded = _unpacked(state, {**SLOTS, **{slot.name: slot for slot in slots}})
         for slot, tensors in loaded.slots.items():
@@ -138,7 +138,7 @@ def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
 def _check_slot(
     slot: Slot, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuse tensors that are not of the parameters that are listed, not of their shapes, or not finite."""
+    """Refuse tensors of unlisted parameters, of wrong shapes, or that are not finite."""
     for label, tensor in tensors.items():
         listed, is_listed = shapes.get(label, "nothing"), shapes.keys() >= names_in(label)
         if not is_listed or (slot.is_elementwise and listed != tensor.shape):
@@ -146,7 +146,7 @@ def _check_slot(
                 f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of parameters "
                 f"says {listed}; {EARLIER}"
             )
-        # The whole shape of a shard is not listed.
+        # A shard's whole shape is not listed.
         if slot.check is not None and SHARD_MARK not in label:
             slot.check(label, tensor, shapes)
     check_finite(slot.name, tensors)
@@ -154,7 +154,7 @@ def _check_slot(
 
 @contextmanager
 def damage_named() -> Iterator[None]:
-    """Raise a StateError for all that values of wrong kinds raise where they are used."""
+    """Turn errors raised by values of wrong kinds into a StateError."""
     try:
         yield
     except StateError:
@@ -170,7 +170,7 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
     check_kind(state, KEYS, "state_dict()")
     slots: Tensors = {}
     for name, (is_local, is_elementwise) in state["slots"]:
-        # The state says so itself: it may be of an algorithm that is not in use here, and is carried along.
+        # From the state itself: the slot may belong to an algorithm that is not in use; it is kept anyway.
         slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
         if known.get(name, slot) != slot:
             raise StateError(f"the state has a {name} of a different kind than this Thinwire's; {EARLIER}")
@@ -191,7 +191,7 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
 
 
 def position_of(state: Mapping[str, Any]) -> Position | None:
-    """Return which process has saved a state for itself; None if it is of all processes."""
+    """Return the position of the process that saved a state for itself; None for a state of all."""
     layout = updated(state).get("layout")
     if layout is None:
         return None
@@ -204,7 +204,7 @@ def position_of(state: Mapping[str, Any]) -> Position | None:
 
 
 def _copied(tensor: object) -> torch.Tensor:
-    """Return a copy, for the user may go on with the state; at least of 32 bits, as memory is."""
+    """Return a copy, since the user may change the state; in at least 32 bits, like memory."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
         got = _kind(tensor)
         raise StateError(f"expected floating tensors of 16, 32 or 64 bits, got {got}; {EARLIER}")
@@ -212,10 +212,10 @@ def _copied(tensor: object) -> torch.Tensor:
 
 
 def _digest(loaded: SavedState) -> int:
-    """Digest what all processes must have loaded alike: without what one process has saved of its own."""
+    """Return a digest of what must be equal on all processes, without each process's own tensors."""
     algorithm, step, skipped_steps, shapes, slots, position, cuts, _ = loaded
     if position is not None:
-        # Processes of a machine or of a replica remember different parts.
+        # Processes of a machine or of a replica hold different parts.
         is_alike = position.local_size == 1
         slots = {slot: tensors for slot, tensors in slots.items() if is_alike and not slot.is_local}
     return digest_of((algorithm, step, skipped_steps, cuts or shapes, slots))
@@ -229,12 +229,12 @@ def digest_of(value: object, crc: int = 0) -> int:
         1407462302
     """
     if isinstance(value, torch.Tensor):
-        # A class of its own may have no memory at its address, as states of 8-bit optimizers.
+        # A tensor subclass, such as the state of an 8-bit optimizer, may have no memory at its address.
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise StateError(f"the state has a {type(value).__name__}, expected plain tensors; {EARLIER}")
         held = value.detach().cpu().contiguous()
         crc = zlib.crc32(f"{tuple(held.shape)} {held.dtype}".encode(), crc)
-        # The memory itself: NumPy, which knows no bfloat16, may not be installed.
+        # Read the memory itself: NumPy has no bfloat16, and may not be installed.
         data = (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""
         return zlib.crc32(data, crc)
     if isinstance(value, Mapping):
@@ -245,7 +245,7 @@ def digest_of(value: object, crc: int = 0) -> int:
 
 
 def check_kind(state: object, keys: Set[str], made_by: str) -> None:
-    """Refuse a value that is no state, or one of a different version; it may have more keys than those."""
+    """Refuse a value that is not a state, or has a different version; it may have additional keys."""
     if not isinstance(state, Mapping) or not state.keys() >= keys:
         raise StateError(f"expected a state made by {made_by}, got {_kind(state)}")
     if not isinstance(state["version"], int) or state["version"] not in (FORMAT_0_2, FORMAT):
@@ -264,7 +264,7 @@ def _kind(value: object) -> str:
 
 
 def check_finite(key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse numbers that are not finite: one would stop all later steps, or spread to the model."""
+    """Refuse tensors that are not finite: they would stop all later steps, or spread to the model."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
@@ -275,7 +275,7 @@ def check_model(
 ) -> None:
     """Refuse the state of a different model."""
     missing, unknown = specs.keys() - loaded.shapes.keys(), loaded.shapes.keys() - specs.keys()
-    # A state saved before any bucket had come lists none, and is of every model.
+    # A state saved before the first bucket lists no parameters, and fits every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
         differs = [f"this one does not train {_first(unknown)}"] if unknown else []
@@ -289,9 +289,9 @@ def check_model(
 
 
 def check_position(saved_by: Position, here: Position | None) -> None:
-    """Refuse the state that a different process has saved for itself."""
-    # Processes of one local rank have the same in what is not local; what is local is added up, whoever
-    # shares a machine.
+    """Refuse a state that a different process has saved for itself."""
+    # The layout of machines may differ: processes of one local rank share tensors that are not local, and
+    # local ones are summed over a machine in any case.
     if here is None or saved_by._replace(machines=None) != here._replace(machines=None):
         raise StateError(
             f"the state was saved by {saved_by}, and this is {here or 'for all processes'}; load each "
@@ -302,8 +302,8 @@ def check_position(saved_by: Position, here: Position | None) -> None:
 def in_memory_order(
     slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device
 ) -> torch.Tensor:
-    """Return an elementwise tensor as memory holds it: flat, in the parameter's order of memory and type."""
-    # Some adapters learn their parameters bucket by bucket, so it may come to light only here.
+    """Return an elementwise tensor as memory holds it: flat, in the parameter's memory order and dtype."""
+    # Some adapters learn their parameters bucket by bucket, so a wrong shape may be found only now.
     if tuple(tensor.shape) != spec.shape:
         shapes = f"shape {tuple(tensor.shape)}, the model's parameter {spec.shape}"
         raise StateError(f"the state's {slot.name} of {spec.name} has {shapes}; {SAME_MODEL}")
@@ -312,7 +312,7 @@ def in_memory_order(
 
 
 def names_in(label: str) -> set[str]:
-    """Return the parameter of a label; of a whole bucket, the first and the last."""
+    """Return a label's parameter; for a whole bucket, its first and last."""
     return set(label.partition(SHARD_MARK)[0].split(BUCKET_SEPARATOR))
 
 
@@ -322,17 +322,17 @@ def _first(names: Iterable[str]) -> str:
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one state, as `state_dict` would have, of the states that all processes saved for themselves.
+    """Merge the states that all processes saved for themselves into one, as `state_dict` returns it.
 
-    It is for `load_state_dict` on any number of processes: residuals become their mean, so nothing is lost.
+    `load_state_dict` takes it on any number of processes: residuals become their mean, so nothing is lost.
 
     Args:
-        states: What `local_state_dict` returned on each process, in any order; read one after the other.
+        states: The results of `local_state_dict` on each process, in any order; read one after the other.
 
-    Cost: as much memory as a state in fp64, beside the one being read.
+    Cost: the memory of a state in fp64, in addition to the one being read.
 
     Raises:
-        StateError: One is damaged, twice there or missing, or they are not of one step of one run.
+        StateError: One is damaged, duplicate or missing, or they are not from one step of one run.
     """
     first: SavedState | None = None
     first_run: object = None
@@ -365,7 +365,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _add(
     loaded: SavedState, position: Position, merged: Tensors, dtypes: dict[tuple[Slot, str], torch.dtype]
 ) -> None:
-    """Add the state of one process to those before it."""
+    """Add the state of one process to the merged ones."""
     (_, world_size, local_rank, local_size, _), cuts = position, loaded.cuts
     for slot, tensors in loaded.slots.items():
         of_slot = merged.setdefault(slot, {})
@@ -373,8 +373,8 @@ def _add(
             if not slot.is_elementwise:
                 of_slot.setdefault(of_shard(label, local_rank, local_size) if cuts else label, tensor)
                 continue
-            # The mean over machines, of which each process has its part, and zeros; or over replicas, of
-            # which each has a shard, or all of what is not cut.
+            # The mean over machines: each process has its part of a machine's tensor, and zeros. Or over
+            # replicas: each process has a shard, or the whole of a tensor that is not cut.
             shape, dim = cuts.get(label, (tuple(tensor.shape), None))
             dtypes[slot, label] = tensor.dtype
             whole = of_slot.setdefault(label, torch.zeros(shape, dtype=torch.float64))
@@ -391,5 +391,5 @@ def _add(
 
 
 def of_shard(label: str, shard: int, num_shards: int) -> str:
-    """Return the name of a label in the state of a whole model, if it belongs to a shard alone."""
+    """Return a label for the state of a whole model, if the tensor belongs to a single shard."""
     return f"{label}{SHARD_MARK}{shard} of {num_shards}"

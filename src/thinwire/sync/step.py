@@ -1,4 +1,4 @@
-"""A step: buckets that were started together, in flight until all of them commit or none does."""
+"""A step: the buckets of one backward pass, in flight until all of them commit or none does."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ENDED = "this step has ended; begin a new one"
 
 
 class Step:
-    """A step in flight. `Engine.begin` makes one; several may be open side by side, over different buckets.
+    """A step in flight, made by `Engine.begin`. Several may be open concurrently, over different buckets.
 
-    A bucket is started when its gradients are ready, and its first message is sent at once. When all were
-    started, `finish` brings all of them through their rounds, and lets all commit, or none. `ended` is called
-    then, with whether it was committed.
+    A bucket is started when its gradients are ready, and its first message is sent immediately. After all
+    were started, `finish` takes them through their rounds, and commits all or none. Then it calls `ended`
+    with whether the step was committed.
     """
 
     def __init__(
@@ -43,25 +43,25 @@ class Step:
         weights: Weights | None = None,
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
-        self.num_parameters = self.gradient_bytes = 0  # of the buckets that were started so far
+        self.num_parameters = self.gradient_bytes = 0  # of the buckets started so far
         self._plans, self._state, self._memory, self._scheduler = plans, plans.state, memory, scheduler
         self._clock, self._traffic, self._ended, self._name = clock, traffic, ended, scheduler.name
         self._buckets: list[BucketState] = []  # in the order in which they were started
-        # Counts those sent. New buckets, and those that came after one, wait until processes are compared.
+        # How many were sent. A new bucket, and all after it, wait until processes are compared.
         self._num_sent = 0
-        # If machines have several processes: buckets, in the order of local ranks, that they reduce first.
+        # With several processes per machine: buckets ordered by local rank, which the machine reduces first.
         self._reduces: list[tuple[torch.Tensor, Work]] = []
-        self._num_reduced = 0  # those that were waited for
+        self._num_reduced = 0  # how many of them were waited for
         self._has_all = False
-        self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
-        self._weights = weights  # None if all processes count alike
-        self._share: Share | None = None  # of this process
+        self._scales: dict[torch.device, torch.Tensor] = {}  # the loss scale
+        self._weights = weights  # None if all processes count the same
+        self._share: Share | None = None  # this process's share
         self._intra_node = None if plans.partition is None else plans.partition.intra_node
         self._unused: UnusedParameters | None = None
         if plans.settings.may_be_unused:
-            # The same on all processes, and once for all buckets. What was loaded becomes memory bucket by
-            # bucket: if the first one has no residual, a later one may. The first step after a warm-up has
-            # none, and leaves one. On a machine all processes ask each other.
+            # Decide once for all buckets, and the same on all processes. A loaded state enters memory bucket
+            # by bucket: if the first one has no residual, a later one may. The first step after a warm-up has
+            # no residual, but leaves one. Processes of a machine have agreed on `may_remember`.
             state = plans.state
             has_residual = state.has([ERROR]) if self._intra_node is None else state.may_remember
             if has_residual or plans.algorithm.remembers:
@@ -82,7 +82,7 @@ class Step:
     def start(self, bucket: BucketState, flat: torch.Tensor, used: Sequence[bool] | None = None) -> None:
         """Send the first message of a bucket whose gradients are ready, and return.
 
-        Which of its parameters were `used` here counts with `may_be_unused`; None: by gradients not zero.
+        `used` says which parameters this process used, for `may_be_unused`; None: nonzero gradients.
         """
         if not self.is_open:
             raise StepError(ENDED)
@@ -100,19 +100,19 @@ class Step:
                 self._unused.note(Bucket(bucket.specs, flat), used)
             bucket.is_in_flight, bucket.flat = True, flat
             self._buckets.append(bucket)
-            # Buckets are sent in the order in which they came: after one that waits, all wait.
+            # Buckets are sent in order: if one waits, all after it wait.
             if bucket.is_open and self._num_sent == len(self._buckets) - 1:
                 self._send(bucket)
 
     def _refuse_twice(self, bucket: BucketState) -> None:
         if bucket in self._buckets:
-            # The pass that began this step will never end it: left open, it would stand in the way of saving.
+            # The pass that began this step will never finish it, and an open step would prevent saving.
             self.abandon()
             raise StepError(
                 f"the bucket of {bucket.specs[0].name} was started twice: the last backward pass did not "
                 "finish on this process; restart all processes from a checkpoint"
             )
-        # It would begin with the memory that the other step is about to write, and one of both be lost.
+        # It would start from memory that the other step is about to write, and one result would be lost.
         raise StepError(
             f"the bucket of {bucket.specs[0].name} is in flight in an earlier step; finish or abandon that "
             "first"
@@ -120,17 +120,17 @@ class Step:
 
     def _send(self, bucket: BucketState) -> None:
         self._num_sent += 1
-        # Not before: in the first step processes have compared their settings by now.
+        # Only now: in the first step, processes have compared their settings before this.
         if self._weights is not None:
             has_samples, scale = self._share = self._share or self._weights.share(self._name)
-            # A mean over no samples may be NaN, which nothing makes zero by multiplying.
+            # The gradients of no samples may be NaN, which multiplying by 0 does not remove.
             if not has_samples:
                 bucket.flat.zero_()
             multiply(bucket.flat, scale)
         if self._intra_node is None or bucket.parts is None:
             self._send_part(bucket, bucket.flat)
             return
-        # The machine reduces it first. The bucket before has mostly come by now, and goes on its way.
+        # The machine reduces it first. The bucket before has mostly arrived by now, and is sent.
         by_rank = bucket.parts.by_rank(bucket.flat)
         purpose = f"{self._name}, the mean inside of the machine of the bucket of {bucket.specs[0].name}"
         work = self._intra_node.scatter_mean(by_rank, bucket.parts.lengths, purpose)
@@ -139,7 +139,7 @@ class Step:
         self._send_reduced(self._num_sent - 1)
 
     def _send_reduced(self, end: int) -> None:
-        """Wait for the machine's mean of the first `end` buckets, in order; send what this rank averages."""
+        """Wait for the machine's mean of the first `end` buckets, in order; send this rank's parts."""
         while self._num_reduced < end:
             bucket, (by_rank, work) = self._buckets[self._num_reduced], self._reduces[self._num_reduced]
             with self._traffic.waiting():
@@ -149,11 +149,11 @@ class Step:
             self._send_part(bucket, bucket.parts.own(by_rank))
 
     def _send_part(self, bucket: BucketState, flat: torch.Tensor) -> None:
-        """Send the first message of what this process averages of a bucket."""
+        """Send the first message of this process's part of a bucket."""
         scale, loss_scale = None, self._plans.settings.loss_scale
         if loss_scale is not None:
-            # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the
-            # device. One for all buckets: only what has the same scale shares launches.
+            # Read in each step, since a `GradScaler` changes it; as a tensor, since reading its value would
+            # wait for the device. One tensor for all buckets: only buckets with the same one share launches.
             if flat.device not in self._scales:
                 self._scales[flat.device] = loss_scale(flat.device).reshape(())
             scale = self._scales[flat.device]
@@ -163,11 +163,11 @@ class Step:
     # Round by round.
 
     def advance(self) -> bool:
-        """Wait for the round under way and send the next one, without waiting for that.
+        """Wait for the round in flight and send the next one, without waiting for it.
 
-        All buckets must have been started. To be called at the same points of the run on all processes: what
-        is sent in between must be in the same order everywhere. Returns whether there is a round under way;
-        if not, only `finish` is left to do.
+        All buckets must have been started. Call it at the same points of the run on all processes: all
+        messages must be sent in the same order everywhere. Returns whether a round is in flight; if not, only
+        `finish` is left to do.
         """
         with self._all_sent():
             return self._scheduler.advance()
@@ -177,7 +177,7 @@ class Step:
         """Send all buckets first; an error ends the step."""
         if not self.is_open:
             raise StepError(ENDED)
-        # The last gradients were ready when their bucket was started, and all since then is exposed.
+        # The last gradients were ready when their bucket was started; all time since then is exposed.
         with self._working(are_ready=False):
             try:
                 if not self._has_all:
@@ -188,18 +188,18 @@ class Step:
                 raise
 
     def _send_rest(self) -> None:
-        """Send all that waited until all buckets were there."""
+        """Send all buckets that waited until all were started."""
         self._has_all = True
         if not self._buckets:
             raise StepError("finish() was called without start(): there are no gradients to average")
         waiting = self._buckets[self._num_sent :]
         if waiting:
-            # One comparison of the processes for all that are new.
+            # Compare processes once for all new buckets.
             self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
         state = self._state
         if state.unchecked is not None:
             # If parameters become known bucket by bucket, the state of a different model can't be refused
-            # sooner. Nothing has been written yet.
+            # earlier. Nothing has been written yet.
             check_model(state.unchecked, state.specs, by_position=True)
             state.unchecked = None
         for bucket in waiting:
@@ -207,22 +207,22 @@ class Step:
         if self._reduces:
             self._send_reduced(len(self._reduces))
         if self._unused is not None:
-            # One message for all buckets, which travels with their second.
+            # One message for all buckets, sent with their second.
             parts = [bucket.part for bucket in self._buckets]
             requests = self._unused.run(self._memory, parts, self._intra_node, self._name)
             self._scheduler.close_with(requests)
 
     def finish(self) -> bool:
-        """Block until every gradient is the mean; return whether the step was committed, as far as is known.
+        """Block until every gradient is the mean; return whether the step was committed, as far as known.
 
-        If a mean was not finite, it was not: memory is as it was, and all gradients are NaN, so that a
-        `GradScaler` skips the step, or zeros (`on_nonfinite`).
+        It is not committed if a mean is not finite: memory is as it was, and all gradients are NaN, so that
+        a `GradScaler` skips the step, or zeros (`on_nonfinite`).
         """
         with self._all_sent():
             on_cpu, is_under_way = self._plans.device.type == "cpu", True
             while is_under_way:
-                # Answers are written while the last messages travel: an accelerator does that
-                # anyway. `advance` does not: a caller that drops a step there may need its gradients.
+                # Write results while the last messages are in flight, as an accelerator does anyway. Not in
+                # `advance`: a caller that drops the step then may need its gradients.
                 if on_cpu:
                     self._scheduler.commit_early()
                 is_under_way = self._scheduler.advance_next()
@@ -230,17 +230,17 @@ class Step:
                 committed = self._commit()
             if self._intra_node is not None:
                 self._gather(self._intra_node)
-            # After the commit: plans go by the count of the steps before theirs.
+            # After the commit: plans use the number of steps before this one.
             self._count(committed=committed)
             # Closes the generators of buckets that did not commit: they must not write later.
             self.abandon()
-        # Only now: an observer may save the state or begin a step, and this one is no longer in the way.
+        # Only after the step has ended: an observer may save the state or begin a step.
         self._clock.end_step()
         self._ended(self, committed)
         return committed
 
     def _gather(self, intra_node: Transport) -> None:
-        """Bring the means of all parts to all local ranks; what was not committed, as well."""
+        """All-gather the means of all parts inside the machine, even if the step was not committed."""
         gathers = []
         for bucket, (by_rank, _) in zip(self._buckets, self._reduces, strict=True):
             assert bucket.parts is not None
@@ -251,33 +251,33 @@ class Step:
             with self._traffic.waiting():
                 work.wait()
             parts.write(flat, by_rank)
-        # Count as planned: none knows what the others of the machine have sent.
+        # Count bytes as planned: no process knows what the others of the machine have sent.
         is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
         planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
         self._traffic.machine_bytes += planned_bytes if is_warm else self.gradient_bytes
 
-    # `overlap_forward` goes bucket by bucket, without a decision on all: its plans write no memory.
+    # `overlap_forward` commits bucket by bucket, without a joint decision: its plans write no memory.
 
     def collect(self) -> list[Task]:
-        """Wait for all first messages; return buckets' tasks, which stand at their second one."""
+        """Wait for all first messages; return the buckets' tasks, suspended at their second one."""
         with self._all_sent(), self._clock.exposed(self._traffic):
             self._scheduler.collect()
         return self._scheduler.tasks
 
     def send_means(self) -> None:
-        """Send all second messages, and wait for none."""
+        """Send all second messages, without waiting."""
         with self._working(are_ready=False):
             self._scheduler.send_last_first()
 
     def take(self, task: Task) -> None:
-        """Wait for the mean of one bucket, and write it to where its gradients were."""
+        """Wait for the mean of one bucket, and write it over its gradients."""
         with self._working(are_ready=False), self._clock.exposed(self._traffic):
             self._scheduler.take(task)
 
     def end(self) -> None:
-        """End the step, of which all buckets were taken."""
+        """End the step, after `take` of all buckets."""
         self._count(committed=True)
-        self.abandon()  # nothing is under way
+        self.abandon()  # nothing is in flight
         self._ended(self, True)
 
     def _count(self, *, committed: bool) -> None:
@@ -288,25 +288,25 @@ class Step:
                 state.unsynced_names |= bucket.names
         else:
             state.nonfinite_steps += 1
-        if self._buckets != self._plans.last_used:  # mostly the same as in the step before
+        if self._buckets != self._plans.last_used:  # rare: mostly they are the same
             self._plans.note(self._buckets)
         if state.torn == self._name:
             state.torn = ""
 
-    # The commit, of all buckets or none: had those that came early written their memory, a `GradScaler` that
-    # skips the step because of a late one would drop gradients that their residuals take for sent.
+    # The commit, of all buckets or none. If early buckets wrote their memory, and a late one made a
+    # `GradScaler` skip the step, it would drop gradients that their residuals count as sent.
 
     def _commit(self) -> bool:
-        """Let all buckets commit, or none; return whether they did, as far as the host knows."""
+        """Commit all buckets, or none; return whether they committed, as far as the host knows."""
         state, settings, tasks = self._state, self._plans.settings, self._scheduler.tasks
-        # Does anybody want to know if the step is healthy? The same on all processes.
+        # Whether the step must be checked; the same on all processes.
         must_ask = settings.on_nonfinite != "nan"
         if self._intra_node is not None:
             must_ask |= state.may_remember
         else:
             must_ask |= settings.health_group is not None or self._scheduler.writes
         if not must_ask:
-            # There is nothing to take back, and what is not finite is so in the gradients already.
+            # There is nothing to undo, and gradients that are not finite already show it.
             self._write(tasks)
             return True
         is_healthy, remembers = self._is_healthy()
@@ -317,10 +317,10 @@ class Step:
             device, gates = is_healthy.device, [task.gate for task in tasks]
             is_on_device = all(gate is not None and gate.commits_on_device for gate in gates)
             is_on_device &= all(part.flat.device == device for part in parts)
-            # On the CPU it makes no one wait to ask.
+            # On the CPU, reading the answer costs no wait.
             if is_on_device and accelerators.is_accelerator(device):
                 self._write(tasks, is_healthy)
-                for part in parts if fill == 0 else ():  # else each has made its own NaN
+                for part in parts if fill == 0 else ():  # otherwise the plans have written NaN
                     part.flat.masked_fill_(~is_healthy, fill)
                 return True
         with self._traffic.waiting():  # for an accelerator
@@ -335,21 +335,21 @@ class Step:
         return committed or not settings.host_check
 
     def _write(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """Let tasks pass their commits, behind which they write memory, and the means that depend on it."""
+        """Resume tasks after their commits: they write memory, and the means that depend on it."""
         if self._state.may_remember:
-            # Until all means are there: memory holds this step then, and the gradients do not.
+            # Until all means have arrived: memory has this step, but the gradients do not yet.
             self._state.torn = self._state.torn or self._name
         self._scheduler.commit(tasks, is_healthy)
 
     def _is_healthy(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return whether the step is healthy, not read back; of machines, also whether one remembers."""
-        # Computed from what all members have received alike: all find the same, and need not ask each other.
+        """Return whether the step is healthy, not read back; with machines, also whether any has memory."""
+        # Computed from values that all members have received, so they need not agree on it.
         is_healthy, purpose = self._scheduler.is_healthy(), f"{self._name}, whether it is healthy"
         group = self._plans.settings.health_group
         if self._intra_node is None or group is None:
-            # Other shards have received other messages, so they do ask.
+            # Shards have received different messages, so they must agree.
             return is_healthy if group is None else true_for_all(is_healthy, group, purpose), None
-        # So do local ranks, which have averaged other parts.
+        # So must local ranks, which have averaged different parts.
         remembers, device = self._state.has(self._plans.algorithm.slots), group.data_device
         counts = accelerators.to_device_async(device, torch.tensor([0.0, remembers], dtype=torch.float64))
         counts[0] = ~is_healthy.to(device)
@@ -360,8 +360,8 @@ class Step:
 
     def abandon(self) -> None:
         """End a step that can't be finished. Memory is as it was before it."""
-        # It does not wait for what is under way: if a member has died, that would hold back the error
-        # until the group's timeout. What comes next does (`drain`).
+        # Do not wait for messages in flight: if a member has died, that would delay the error until the
+        # group's timeout. The next step waits (`drain`).
         self._scheduler.close()
         for bucket in self._buckets if self.is_open else ():
             bucket.is_in_flight, bucket.flat, bucket.part = False, NO_GRADIENTS.flat, NO_GRADIENTS
@@ -369,7 +369,7 @@ class Step:
         self._num_reduced, self.is_open = 0, False
 
     def drain(self) -> None:
-        """Wait for the messages that were under way when the step was abandoned."""
+        """Wait for the messages that were in flight when the step was abandoned."""
         for _, work in self._reduces:
             with suppress(CommunicationError):
                 work.wait()

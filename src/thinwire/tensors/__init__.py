@@ -1,1 +1,1 @@
-"""Shapes, layouts and packings of tensors: what kernels and algorithms share. Imports neither."""
+"""Shapes, layouts and packing of tensors, shared by kernels and algorithms. Imports neither."""

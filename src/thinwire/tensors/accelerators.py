@@ -1,4 +1,4 @@
-"""Functions for accelerators, on which each operation is a launch, which costs the host microseconds."""
+"""Functions for accelerators, where each operation is a launch that costs the host microseconds."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ warned: set[str] = set()  # by `warn_once`
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether few operations on many tensors are worth more than what stays in a core's cache.
+    """Return whether few operations matter more than data that stays in a core's cache.
 
-    Tests put a different function in its place, to run on the CPU what runs on accelerators.
+    Tests replace this function to run the code for accelerators on the CPU.
     """
-    # On the CPU a launch is a call, and what counts is how often memory is read and written.
+    # On the CPU a launch is a call; the cost is how often memory is read and written.
     return device.type != "cpu"
 
 
 def to_device_async(device: torch.device, made: torch.Tensor) -> torch.Tensor:
     """Copy a host tensor to a device, on CUDA without waiting for it; the same tensor on the CPU."""
     if device.type == "cuda":
-        # From pageable memory the host would wait until all that was launched before the copy is done.
+        # From pageable memory, the host would wait for all work launched before the copy.
         made = made.pin_memory()
-    # Torch keeps pinned memory until the copy is done; on "meta" there is none.
+    # Torch keeps pinned memory alive until the copy is done; on "meta" there is no memory.
     return made.to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
 class DeviceCopies(dict[torch.device, torch.Tensor]):
-    """A host tensor by device: copied there once, since the host may have to wait for a copy."""
+    """Copies of a host tensor by device, each made once, since the host may have to wait for a copy."""
 
     def __init__(self, on_host: torch.Tensor) -> None:
         super().__init__()
@@ -41,26 +41,26 @@ class DeviceCopies(dict[torch.device, torch.Tensor]):
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when a device has done what was handed to it; its calls return long before that."""
+    """Wait until a device has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @cache
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64: Apple's do not, nor do some of Intel's."""
+    """Return whether a device computes in float64: Apple's do not, and some of Intel's do not."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
     try:
         torch.ones(1, dtype=torch.float64, device=device).add_(1)
-    # The type lacks it, or the instruction.
+    # The dtype or the instruction is missing.
     except (TypeError, RuntimeError):
         return False
     return True
 
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float64: on the CPU, for which the host waits, if its own device has none."""
+    """Return a tensor in float64; on the CPU, which makes the host wait, if its device has no float64."""
     if has_float64(tensor.device):
         return tensor.double()
     warn_once(
@@ -71,12 +71,12 @@ def in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return the type in which a device adds up what people read: float64 if it has it, else fp32."""
+    """Return the dtype for a device's sums of reported figures: float64 if it has it, else fp32."""
     return torch.float64 if has_float64(device) else torch.float32
 
 
 def warn_once(sentence: str) -> None:
-    """Warn once in this process that slower kernels serve than a device could have."""
+    """Warn once in this process that a device uses slower kernels than it could."""
     if sentence not in warned:
         warned.add(sentence)
         warnings.warn(sentence, stacklevel=2)

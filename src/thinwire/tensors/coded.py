@@ -1,6 +1,6 @@
-"""Blocks as they travel: codes for the levels of a codebook, packed, and a scale for each block.
+"""Blocks as they are sent: packed codes for the levels of a codebook, and a scale for each block.
 
-A block that has anything that is not finite has such a scale.
+If an element of a block is not finite, its scale is not either.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from thinwire.errors import ConfigError
 
 MAX_BITS = 16
-GROUP = 8  # codes: the fewest that fill whole bytes, whatever the bits
-MAX_TOGETHER = 7  # bits of codes that are packed eight at a time; longer ones bit by bit, which are fewer
+GROUP = 8  # codes: the fewest that fill whole bytes for any number of bits
+MAX_TOGETHER = 7  # codes of up to this many bits are packed eight at a time, longer ones bit by bit
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return the bytes that codes take."""
+    """Return the number of bytes of packed codes."""
     return -(-count * bits // 8)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes as one stream of bits, the lowest first: uint8, shape (…, `packed_bytes(count, bits)`)."""
+    """Pack codes into a stream of bits, lowest first: uint8, shape (…, `packed_bytes(count, bits)`)."""
     _check_bits(bits)
     count = codes.shape[-1]
     if bits == 8 or not codes.numel():
@@ -39,8 +39,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     wide = codes.to(torch.uint8)
     if count % GROUP:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - count))
-    # The eight bytes of a group are one whole number, in which its codes are pushed together. Codes below 128
-    # leave the sign bit alone, so that shifts to the right bring in zeros.
+    # The eight bytes of a group are one integer, in which its codes are shifted together. Codes below 128 do
+    # not use the sign bit, so that right shifts bring in zeros.
     words = wide.contiguous().view(torch.int64)
     for shift, lower, upper in merges(bits):
         words = (words & lower).bitwise_or_((words >> shift).bitwise_and_(upper))
@@ -49,7 +49,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the codes that were packed: shape (…, count), uint8 up to 8 bits and int32 above."""
+    """Unpack codes: shape (…, count), uint8 up to 8 bits and int32 above."""
     _check_bits(bits)
     if packed.shape[-1] != packed_bytes(count, bits):
         raise ConfigError(
@@ -76,10 +76,10 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 @cache
 def merges(bits: int) -> list[tuple[int, int, int]]:
-    """Return how eight codes, a byte each, are pushed together: in pairs, then in fours, then all.
+    """Return how eight codes, a byte each, are shifted together: in pairs, then in fours, then all.
 
-    Of each step: by how many bits the upper one of two neighbours moves down, the mask of all lower ones, and
-    that of the upper ones where they come to lie.
+    For each step: by how many bits the upper of two neighbours moves down, the mask of all lower ones, and
+    the mask of the upper ones at their new place.
     """
     steps = []
     for width in (8, 16, 32):
@@ -99,43 +99,43 @@ Statistic: TypeAlias = Literal["largest", "least squares", "mean magnitude"]
 
 @dataclass(frozen=True)
 class Codebook:
-    """The levels that codes of some bits stand for."""
+    """The levels of codes with some number of bits."""
 
     bits: int
-    levels: tuple[float, ...]  # ascending and symmetric; a code is the place of one
-    # The scale of a block. "largest" is over the last level, so nothing is cut off. "least squares" fits the
-    # levels of codes that were found by the root mean square.
+    levels: tuple[float, ...]  # ascending and symmetric; a code is the index of one
+    # The scale of a block. "largest": the largest element over the last level, so nothing is cut off. "least
+    # squares": fits the levels of codes that were chosen with the root mean square as scale.
     statistic: Statistic
-    is_linear: bool = False  # whether levels are whole numbers, one apart
-    # If not 0, the level at k from the middle is k · (`cubic` + k²): it is found exactly without a table.
+    is_linear: bool = False  # whether levels are consecutive integers
+    # If not 0, the level at k from the middle is k · (`cubic` + k²), computed exactly without a table.
     cubic: int = 0
-    # The largest element is taken for these at least and at most, in root mean squares, when codes are found.
+    # When codes are chosen, the largest element is clamped to this range, in root mean squares.
     reach: tuple[float, float] = (1.0, 1.0)
 
 
 def _symmetric(*magnitudes: float) -> tuple[float, ...]:
-    """Return levels of both signs; zero, if given, once."""
+    """Return levels of both signs; zero only once."""
     return (*[-magnitude for magnitude in reversed(magnitudes) if magnitude], *magnitudes)
 
 
 def _linear(bits: int) -> Codebook:
-    """Return whole numbers, as many of both signs."""
+    """Return consecutive integers, equally many of both signs."""
     last = 2 ** (bits - 1) - 1
     return Codebook(bits, tuple(map(float, range(-last, last + 1))), "largest", is_linear=True)
 
 
 # Relative squared error of one member's gradients in blocks of 64 (byte GPT with AdamW, mean of early, mid
-# and late in training; of 8, 6 and 5 bits, for a Gaussian, 0.00004, 0.0006 and 0.0025):
-#   4 bits   these 0.0086; the best fifteen 0.0083; sixteen, without zero, 0.0073; NF4 0.0083; equally far
-#            apart 0.0103; FP4 (E2M1) 0.0114; E3M0 0.0367. Zeros are kept: Adam moves a parameter however
-#            small its gradient is.
-#   3 bits   these 0.0330, with zero 0.0416; times the largest 0.0357 and 0.0497; equally far apart 0.0562.
+# and late training; for 8, 6 and 5 bits, with a Gaussian, 0.00004, 0.0006 and 0.0025):
+#   4 bits   these 0.0086; the best fifteen 0.0083; sixteen, without zero, 0.0073; NF4 0.0083; evenly
+#            spaced 0.0103; FP4 (E2M1) 0.0114; E3M0 0.0367. Zeros must stay zeros: Adam moves a parameter
+#            however small its gradient is.
+#   3 bits   these 0.0330, with zero 0.0416; times the largest 0.0357 and 0.0497; evenly spaced 0.0562.
 #   2 bits   these 0.105; three levels, with zero, 0.168.
-# That is with the root mean square as a scale. The one that fits best to the same codes loses 1 to 5 % less
-# in 3 bits, 5 to 11 % in 2, and nothing of equal magnitudes, which both rounds would make 2.3 times as
-# large. What comes out is then a projection: whatever the block, what is left is less than what there was,
-# and no residual grows. It is less after the second round too: by the reach the largest element has the
-# last level, and there no level is raised by twice as much as another.
+# These are with the root mean square as scale. The scale that fits the same codes best loses 1 to 5 % less in
+# 3 bits, 5 to 11 % less in 2. It loses nothing if all magnitudes are equal, which both rounds would otherwise
+# make 2.3 times as large. The result is then a projection: for any block, the error is smaller than the
+# value, and no residual grows. This holds after the second round too: due to `reach`, the largest element has
+# the last level, and then no level is raised by twice as much as another.
 CODEBOOKS: Mapping[int, Codebook] = MappingProxyType(
     {
         **{bits: _linear(bits) for bits in (8, 6, 5)},
@@ -148,19 +148,19 @@ CODEBOOKS: Mapping[int, Codebook] = MappingProxyType(
 """Codebooks by bits."""
 
 
-# bf16, which has fp32's range: with half the bytes of fp32, blocks may be half as long for as much.
+# bf16, which has fp32's range: half of fp32's bytes allow blocks of half the length at the same cost.
 SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Blocks as they travel: rows of equally many, in each the scales first and then the codes.
+    """Blocks as they are sent: rows of equally many blocks, each with the scales first, then the codes.
 
-    Kernels write codes where they are sent from and read them where they arrive: nothing is copied between.
+    Kernels write codes directly to the message, and read them from the received one, without copies.
     """
 
-    message: torch.Tensor  # uint8, shape (rows, bytes); the bytes of a row lie one after the other
-    share: int  # blocks of a row
+    message: torch.Tensor  # uint8, shape (rows, bytes); the bytes of a row are contiguous
+    share: int  # blocks per row
 
     @property
     def scales(self) -> torch.Tensor:
@@ -177,7 +177,7 @@ class Coded:
     def empty(cls, num_blocks: int, rows: int, share: int, size: int) -> Coded:
         """Allocate blocks on the CPU. Padding blocks in the last rows are zero."""
         coded = cls(torch.empty(rows, share * (SCALE_BYTES + size), dtype=torch.uint8), share)
-        # They are sent too, and a scale that is not finite would have the step taken back.
+        # Padding is sent too, and a scale that is not finite would roll the step back.
         for row in range(num_blocks // share, rows):
             used = max(0, num_blocks - row * share)
             coded.scales[row, used:] = 0
@@ -186,22 +186,22 @@ class Coded:
 
     @classmethod
     def of(cls, codes: torch.Tensor, scales: torch.Tensor, rows: int, share: int) -> Coded:
-        """Return a message of blocks, with zeros behind them."""
+        """Return a message of blocks, padded with zeros."""
         missing = rows * share - len(scales)
         if missing:
             codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])])
             scales = torch.cat([scales, scales.new_zeros(missing)])
-        # Make one message of bytes: two would cost a latency more.
+        # One message of bytes: two would cost another latency.
         parts = [scales.view(torch.uint8).view(rows, -1), codes.view(rows, -1)]
         return cls(torch.cat(parts, dim=1), share)
 
     @classmethod
     def arrived(cls, message: torch.Tensor, share: int) -> Coded:
-        """Return the message as received: a copy only if it does not begin at a whole number of bf16."""
+        """Return the received message: a copy only if it is not aligned for bf16."""
         is_even = message.storage_offset() % SCALE_BYTES == 0 and message.stride(0) % SCALE_BYTES == 0
         return cls(message if is_even else message.contiguous(), share)
 
 
 def block_bytes(block: int, bits: int) -> int:
-    """Return the bytes that a block takes, its scale included."""
+    """Return the bytes of a block, including its scale."""
     return packed_bytes(block, bits) + SCALE_BYTES

@@ -1,4 +1,4 @@
-"""How few entries of a bucket travel: where its chunks lie, and what a message has of each."""
+"""How a bucket's few entries are sent: the positions of its chunks, and the layout of a message."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from thinwire.plan import ParameterSpec
 from thinwire.tensors.accelerators import DeviceCopies
 from thinwire.tensors.coded import packed_bytes
 
-SCALE_DTYPE = torch.bfloat16  # fp32's range; what its rounding loses stays in the residual
+SCALE_DTYPE = torch.bfloat16  # fp32's range; the residual keeps its rounding error
 MAX_WORD_BITS = 16
 
 
 class ChunkRun(NamedTuple):
-    """Chunks of one parameter that lie one behind the other."""
+    """Consecutive chunks of one parameter."""
 
-    parameter: int  # by index in the bucket
-    first: int  # where the first one begins in the bucket, in elements
+    parameter: int  # its index in the bucket
+    first: int  # the start of the first chunk in the bucket, in elements
     num_chunks: int
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of a bucket that have one length."""
+    """A bucket's chunks of one length."""
 
-    length: int  # elements of each
-    kept: int  # entries of each that are sent
-    runs: tuple[ChunkRun, ...]  # where they lie
+    length: int  # elements per chunk
+    kept: int  # entries sent per chunk
+    runs: tuple[ChunkRun, ...]  # their positions
 
     @property
     def count(self) -> int:
@@ -42,14 +42,14 @@ class Chunks:
         return sum(run.num_chunks for run in self.runs)
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the chunks as rows, (count, length): a view if they lie together, else a copy."""
+        """Return the chunks as rows, (count, length): a view if they are contiguous, else a copy."""
         parts = [flat[run.first : run.first + run.num_chunks * self.length] for run in self.runs]
         together = parts[0] if len(parts) == 1 else torch.cat(parts)
         return together.view(self.count, self.length)
 
 
 def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tuple[Chunks, ...]:
-    """Cut each parameter into chunks, of which the last may be shorter; return them by length, in order."""
+    """Cut each parameter into chunks, the last of which may be shorter; return them by length, in order."""
     runs: dict[int, list[ChunkRun]] = defaultdict(list)
     first = 0
     for parameter, spec in enumerate(specs):
@@ -64,16 +64,16 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """The part of a message that stands for a bucket's chunks.
+    """The layout of a bucket's chunks in a message.
 
-    It is three streams of bits: marks, a bit set for each entry, which stand for the high bits of positions;
-    words, of each entry the low bits of its position and its code; and scales.
+    It has three streams of bits: marks, with one set bit per entry, which encode the high bits of positions;
+    words, with the low bits of each entry's position and its code; and scales.
 
     Attributes:
         parts: The chunks, by length.
         density: Share of their entries that is sent.
-        bits: Of an entry's value. Those of fewer than 16 are codes, of which each chunk has two scales; those
-            of 16 are sent in the place of scales.
+        bits: Bits of an entry's value. With fewer than 16 they are codes, and each chunk has two scales; with
+            16 the values themselves are sent in place of scales.
     """
 
     parts: tuple[Chunks, ...]
@@ -87,7 +87,7 @@ class EntryLayout:
 
     @cached_property
     def low_bits(self) -> int:
-        """The bits of each position that are sent as they are: with them about half of the marks are set."""
+        """The number of low position bits that are sent as they are: so about half of the marks are set."""
         return int(min(MAX_WORD_BITS - self.code_bits, -math.log2(self.density)))
 
     @cached_property
@@ -97,12 +97,12 @@ class EntryLayout:
 
     @cached_property
     def num_entries(self) -> int:
-        """Entries that are sent."""
+        """Number of entries that are sent."""
         return sum(chunks.count * chunks.kept for chunks in self.parts)
 
     @cached_property
     def num_marks(self) -> int:
-        """Bits for the high bits of all positions."""
+        """Number of bits for the high bits of all positions."""
         return sum(chunks.count * self._marks_of(chunks) for chunks in self.parts)
 
     def _marks_of(self, chunks: Chunks) -> int:
@@ -110,26 +110,26 @@ class EntryLayout:
 
     @cached_property
     def most(self) -> tuple[int, int, int]:
-        """Elements, entries and marks that a chunk has at most."""
+        """The largest numbers of elements, entries and marks of a chunk."""
         sizes = [(chunks.length, chunks.kept, self._marks_of(chunks)) for chunks in self.parts]
         lengths, entries, marks = zip(*sizes, strict=True)
         return max(lengths), max(entries), max(marks)
 
     @cached_property
     def stream_bytes(self) -> tuple[int, int, int]:
-        """Bytes of marks, of words, and of scales, in the order of the message."""
+        """Bytes of marks, words and scales, in message order."""
         num_scales = 2 * self.num_chunks if self.code_bits else self.num_entries
         words = packed_bytes(self.num_entries, self.low_bits + self.code_bits)
         return packed_bytes(self.num_marks, 1), words, SCALE_DTYPE.itemsize * num_scales
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a member sends: even, so that half of it, times the members, is a whole number."""
+        """Bytes that a member sends: even, so that half of it, times the members, is an integer."""
         total = sum(self.stream_bytes)
         return total + total % 2
 
     def shares(self, num_parameters: int, num_members: int) -> list[tuple[int, int]]:
-        """Return for each parameter its entries, and its bytes, counted as of an all-reduce."""
+        """Return for each parameter its entries, and its bytes, counted as for an all-reduce."""
         entries, bits = [0] * num_parameters, [0] * num_parameters
         for chunks in self.parts:
             word_bits = chunks.kept * (self.low_bits + self.bits)
@@ -137,7 +137,7 @@ class EntryLayout:
             for run in chunks.runs:
                 entries[run.parameter] += run.num_chunks * chunks.kept
                 bits[run.parameter] += run.num_chunks * chunk_bits
-        # Streams are of the whole bucket, so shares are rounded: by where they end, so that they add up.
+        # Streams cover the whole bucket, so shares are rounded: at their ends, so that they add up.
         ends = [end * num_members // 16 for end in accumulate(bits, initial=0)]
         ends[-1] = self.num_bytes * num_members // 2
         return [(count, ends[i + 1] - ends[i]) for i, count in enumerate(entries)]
@@ -146,8 +146,8 @@ class EntryLayout:
     def table(self) -> DeviceCopies:
         """The table of chunks, int64, (6, chunks).
 
-        Of each: where it begins in the bucket, marks less entries before, entries, elements, entries before,
-        and its number in the order of the bucket.
+        For each chunk: its start in the bucket, marks minus entries before it, its entries, its elements,
+        entries before it, and its number in bucket order.
         """
         columns, marks, entries = [], 0, 0
         for chunks in self.parts:
@@ -161,7 +161,7 @@ class EntryLayout:
 
     @cached_property
     def is_aligned(self) -> bool:
-        """Whether all chunks begin and end at a multiple of 8 elements."""
+        """Whether all chunks start and end at a multiple of 8 elements."""
         parts_end = [chunks.length for chunks in self.parts]
         parts_end += [run.first for chunks in self.parts for run in chunks.runs]
         return all(number % 8 == 0 for number in parts_end)

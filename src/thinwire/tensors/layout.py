@@ -1,4 +1,4 @@
-"""Many tensors as one, without a copy if they lie so in memory, and parts of a tensor."""
+"""Many tensors as one, without a copy if memory allows it, and parts of a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 def concat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors one after the other, flat: a view if they lie so already, else a copy."""
+    """Concatenate tensors, flat: a view if they are already adjacent in memory, else a copy."""
     start, sizes = tensors[0].storage_offset(), [tensor.numel() for tensor in tensors]
     starts = list(accumulate(sizes[:-1], initial=start))
     is_one = len({storage_key(tensor) for tensor in tensors}) == 1
@@ -27,7 +27,7 @@ def concat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def stack_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return tensors of one shape as a batch, a view of them; None if they are not evenly strided."""
-    # The gradients of a model's equal layers lie so in a bucket, between those of other parameters.
+    # Gradients of a model's equal layers are evenly spaced in a bucket, between those of other parameters.
     first = tensors[0]
     offsets = [tensor.storage_offset() for tensor in tensors]
     step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
@@ -39,13 +39,13 @@ def stack_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def split_as(flat: torch.Tensor, shapes: Sequence[torch.Size | tuple[int, ...]]) -> list[torch.Tensor]:
-    """Return views of a flat tensor in some shapes, one after the other."""
+    """Return consecutive views of a flat tensor in the given shapes."""
     parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def group_indices(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[list[int]]:
-    """Return the items of each kind, by index."""
+    """Return the indices of the items of each kind."""
     groups: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(kind(item), []).append(index)
@@ -55,7 +55,7 @@ def group_indices(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> li
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a tensor, which shares its memory."""
     detached = tensor.detach()
-    # A DTensor is not told by its type: that takes seconds to import.
+    # A DTensor is recognised by its method: its type takes seconds to import.
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
@@ -66,14 +66,14 @@ def shard_of(tensor: torch.Tensor, dim: int, shard: int, num_shards: int) -> tor
 
 
 def shape_of_shard(shape: Sequence[int], dim: int | None, shard: int, num_shards: int) -> tuple[int, ...]:
-    """Return the shape of a shard of a whole tensor; of one that is not cut, its own."""
+    """Return the shape of a shard of a whole tensor; if it is not cut, its own."""
     if dim is None:
         return tuple(shape)
     return *shape[:dim], _rows_of_shard(shape[dim], shard, num_shards)[1], *shape[dim + 1 :]
 
 
 def _rows_of_shard(size: int, shard: int, num_shards: int) -> tuple[int, int]:
-    # DTensor cuts so: into parts of equally many rows, rounded up; the last ones are smaller, or empty.
+    # As DTensor does: into parts with the same number of rows, rounded up; the last are smaller, or empty.
     rows = -(-size // num_shards)
     start = min(shard * rows, size)
     return start, min(rows, size - start)

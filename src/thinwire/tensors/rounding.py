@@ -1,7 +1,7 @@
-"""Random numbers for stochastic rounding, made of where they are used: no generator has a state to keep.
+"""Random numbers for stochastic rounding, computed from their position: no generator has a state to keep.
 
-Each depends on the seed, the step, the parameter's name, the element, and on who rounds; not on the bucket,
-its order, or how many have been drawn before. So a resumed run draws what the run that goes on draws.
+Each depends on the seed, the step, the parameter's name, the element, and the rounding member; not on the
+bucket, its order, or how many were drawn before. So a resumed run draws the same numbers as one that goes on.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ KEY_BYTES = 4
 
 
 class RandomBits(NamedTuple):
-    """A number for each element of some blocks."""
+    """Random numbers for each element of some blocks."""
 
-    keys: torch.Tensor  # of each parameter, int32
-    bases: torch.Tensor  # of each parameter: the place in it of what begins the bucket's first block, int64
-    owners: torch.Tensor  # of each of these blocks: its parameter, int32
-    first: int = 0  # of these blocks, among all
+    keys: torch.Tensor  # one per parameter, int32
+    bases: torch.Tensor  # per parameter: the position in it that block 0 of the bucket would have, int64
+    owners: torch.Tensor  # the parameter of each of these blocks, int32
+    first: int = 0  # the index of the first of these blocks
 
     def of(self, some: slice) -> RandomBits:
-        """Return those of some blocks."""
+        """Return the random numbers of some of the blocks."""
         return RandomBits(self.keys, self.bases, self.owners[some], self.first + some.start)
 
     def uniform(self, block: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers from 0 to below 1, shape (blocks, block)."""
-        # The finalizer with the lowest bias of Ellis and Wellons' hash search ("lowbias32"): whole numbers
-        # only, so that every device draws the same. In 64 bits, for torch has no product of unsigned 32.
+        # The finalizer with the lowest bias of Ellis and Wellons' hash search ("lowbias32"): only integers,
+        # so that every device draws the same. In 64 bits, as torch has no product of unsigned 32-bit ones.
         device = self.owners.device
         numbers = torch.arange(self.first, self.first + len(self.owners), device=device)
         firsts = numbers * block + self.bases.index_select(0, self.owners)
@@ -53,21 +53,21 @@ class RandomBits(NamedTuple):
 
 @dataclass(frozen=True)
 class CounterRNG:
-    """The source of a bucket's draws: all of it but one key per parameter is the same in every step."""
+    """The source of a bucket's draws: only one key per parameter changes from step to step."""
 
     blocks: Blocks
     specs: Sequence[ParameterSpec]
     seed: int
 
     def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[RandomBits]:
-        """Return the draws of each one who rounds, in one step."""
+        """Return the draws of each rounding member in `who`, in one step."""
         digests = bytearray()
         for rounder in who:
             common = blake2b(f"{self.seed} {step} {rounder} ".encode(), digest_size=KEY_BYTES)
             for name in self._names:
                 (of_name := common.copy()).update(name)
                 digests += of_name.digest()
-        # Make one copy: each costs the host of an accelerator as much as several launches.
+        # Copy once: with an accelerator, each copy costs the host as much as several launches.
         keys = to_device_async(device, torch.frombuffer(digests, dtype=torch.int32))
         count = len(self.specs)
         return [
@@ -81,7 +81,7 @@ class CounterRNG:
 
     @cached_property
     def _bases(self) -> DeviceCopies:
-        # A part of a parameter draws what the whole one would there.
+        # A part of a parameter draws the same numbers as the whole one would there.
         starts = zip(self.specs, self.blocks.starts, strict=False)
         return DeviceCopies(torch.tensor([spec.start - first * self.blocks.block for spec, first in starts]))
 

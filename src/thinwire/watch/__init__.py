@@ -1,4 +1,4 @@
-"""Records of compression at each step of a run, for a file or for the loggers people have."""
+"""Records of compression at each step of a run, for a file or for the user's own logger."""
 
 from thinwire.watch.records import Run, read_run
 from thinwire.watch.watch import Watch

@@ -1,4 +1,4 @@
-"""Read the file of a watch; docs/watching.md says what each field of a record is."""
+"""Read the file of a watch; docs/watching.md documents each field of a record."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from thinwire.errors import ConfigError
 
 FORMAT = 4  # of files; a reader refuses all others
 KINDS = ("run", "plan", "step", "norms", "log")
-RESERVED = ("kind", "step", "seconds")  # what every record of a logged number has
+RESERVED = ("kind", "step", "seconds")  # fields of every record of logged numbers
 
 Record = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """A number that was logged: after which step, and seconds of training."""
+    """A logged number, with its step and the seconds of training."""
 
     step: int
     seconds: float
@@ -27,17 +27,17 @@ class Point(NamedTuple):
 
 @dataclass
 class Run:
-    """A run's records, by kind and in order. Steps that were repeated after a resume are here once.
+    """A run's records, by kind and in order. Steps that were repeated after a resume occur once.
 
     Attributes:
         path: The file.
-        name: As given to `Watch`, else the file's.
-        plans: One for each time that the plan changed, the first included.
-        steps: One for each record of steps.
-        norms: Errors and their norms, now and then.
-        logs: What the user logged: "step", "seconds", and numbers under the names that they were given.
-        processes: How many trained together.
-        machines: How many of them, or of machines of several, averaged with each other.
+        name: The name given to `Watch`, or else the file's.
+        plans: The first plan, and one for each change of it.
+        steps: The records of steps.
+        norms: Errors and their norms, every `norms_every_steps`.
+        logs: The user's logs: "step", "seconds", and numbers under the user's names.
+        processes: The number of processes that trained together.
+        machines: The number of processes, or of machines with several, that averaged with each other.
         resumed: How often training was resumed.
         damage: Why reading ended early; None if all was read.
     """
@@ -54,19 +54,19 @@ class Run:
     damage: str | None = None
 
     def points(self, name: str) -> list[Point]:
-        """Return the numbers that were logged under a name."""
+        """Return the numbers logged under a name."""
         logs = (log for log in self.logs if log.get(name) is not None)
         return [Point(log["step"], log["seconds"], log[name]) for log in logs]
 
     @property
     def logged(self) -> list[str]:
-        """The names that something was logged under."""
+        """The names under which numbers were logged."""
         names = dict.fromkeys(name for log in self.logs for name in log)
         return [name for name in names if name not in RESERVED]
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the file of a `Watch`, up to the first line that is damaged.
+    """Read the file of a `Watch`, up to the first damaged line.
 
     Raises:
         ConfigError: It can't be read, or its first line is not a `Watch`'s, or it has a different format.
@@ -84,7 +84,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             if not line.endswith(b"\n"):
                 raise ValueError("it is cut off")
             record = _record_of(line)
-            # No one can take apart the steps of two processes that append to one file.
+            # If two processes append to one file, their steps can't be separated.
             if (other := record.get("process_rank", rank)) != rank:
                 what = f"it is of process {other}, the first of process {rank}"
                 raise ValueError(f"{what}: give each its own file")
@@ -102,12 +102,12 @@ def _sort_into(run: Run, records: list[Record]) -> None:
         if record["kind"] == "run":
             run.name = record["name"] or run.name
             run.processes, run.machines = record["processes"], record["machines"]
-            # Each start counts its seconds from 0; those of a run go on.
+            # Each start counts its seconds from 0; a run's seconds continue.
             seconds_before = run.steps[-1]["seconds"] if run.steps else 0.0
             run.resumed += record is not records[0]
         elif record["kind"] == "plan":
-            # Every start records its plan; and once DDP has rebuilt its buckets, rounding may move a few
-            # bytes from one parameter to the next. That is the same plan, with its final bytes.
+            # Every start records its plan. After DDP has rebuilt its buckets, rounding may move a few bytes
+            # from one parameter to the next: that is the same plan, with its final bytes.
             if run.plans and _travels(run.plans[-1]) == _travels(record):
                 run.plans[-1]["routes"] = record["routes"]
             else:
@@ -123,7 +123,7 @@ def _travels(plan: Record) -> tuple[object, object]:
 
 
 def check_first_line(path: Path, line: bytes) -> Record:
-    """Return the record of a file's first line, if a `Watch` of this format has written it."""
+    """Return the record of a file's first line; raise unless a `Watch` of this format has written it."""
     try:
         first = _record_of(line)
         if first["kind"] != "run" or "format" not in first:
@@ -147,11 +147,11 @@ def _record_of(line: bytes) -> Record:
 
 
 def without_undone(records: list[Record]) -> list[Record]:
-    """Return the records, less those of steps that training went back before and made again."""
+    """Return the records without those of steps that a resumed training made again."""
     valid: list[Record] = []
     last_step = 0
     for record in records:
-        if record["kind"] in ("plan", "step"):  # a plan stands just before its step
+        if record["kind"] in ("plan", "step"):  # a plan comes just before its step
             back_to = record["step"] - record.get("steps", 1)
             if back_to < last_step:
                 valid = [old for old in valid if old["kind"] == "run" or old["step"] <= back_to]

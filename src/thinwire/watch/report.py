@@ -1,4 +1,4 @@
-"""Runs on one page of HTML that needs nothing else: a table, curves and plans."""
+"""A self-contained HTML page about runs: a table, curves and plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.plan import compression_ratio
 from thinwire.version import __version__
 from thinwire.watch.records import Record, Run
 
-MAX_POINTS = 200  # of a curve: drawing takes time
+MAX_POINTS = 200  # per curve: drawing takes time
 STYLE = """
 body { max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; font: 15px/1.5 sans-serif; }
 section { overflow-x: auto; }
@@ -27,7 +27,7 @@ th, td { padding: .3rem .5rem; text-align: right; vertical-align: top; border-bo
 
 
 def report_page(runs: Sequence[Run]) -> str:
-    """Return one page of HTML about runs: no script, no network."""
+    """Return an HTML page about runs, without scripts or network."""
     if not runs:
         raise ConfigError("there are no runs to report on; give at least one file of a thinwire.Watch")
     for run in runs:
@@ -65,17 +65,17 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def summary(run: Run, names: Sequence[str]) -> dict[str, str]:
-    """Return the facts of a run that fit in a line, by heading; `names` are of its metrics."""
+    """Return a run's facts for a table row, by heading; `names` are its metrics."""
     summed = ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
     total = {name: sum(record[name] for record in run.steps) for name in summed}
-    # A record may stand for several steps.
+    # A record may cover several steps.
     times = (
         1e3 * median(record[f"{name}_seconds"] / record["steps"] for record in run.steps)
         for name in ("exposed", "waiting", "arithmetic")
     )
-    # With `host_check=False` the host does not learn of them; a sum of some would pass for all.
+    # With `host_check=False` the host does not know them; a partial sum would look like the total.
     nonfinite = [record["nonfinite_steps"] for record in run.steps]
-    # The mean of the last twentieth.
+    # The mean of the last twentieth of a metric's points.
     values = {name: [point.value for point in run.points(name)] for name in names}
     last = {name: f"{fmean(line[-max(1, len(line) // 20) :]):.4g}" for name, line in values.items() if line}
     sent, inside = (total[name] / total["steps"] / 1e6 for name in ("message_bytes", "inside_bytes"))
@@ -120,7 +120,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
     panels = {name: lines for name, lines in panels.items() if any(len(line) > 1 for line in lines)}
     if not panels:
         return ""
-    # Letters stay letters, for the browser to draw. Names are the user's: two dollars in one are no formula.
+    # Text stays text, for the browser to draw. Names are the user's: dollar signs in them are not formulas.
     with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False, "axes.grid": True}):
         rows = (len(panels) + 1) // 2
         figure = Figure(figsize=(9, 2.9 * rows), layout="constrained")  # pyplot would look for a display
@@ -128,13 +128,13 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
             axes = figure.add_subplot(rows, 2, number, xlabel="steps", ylabel=name.replace("_", " ")[:40])
             for run, line in zip(runs, lines, strict=True):
                 width = max(1, len(line) // MAX_POINTS)
-                # A long line shows means of `width` points each.
+                # A long line is drawn as means of `width` points each.
                 steps, values = numpy.array(line[len(line) % width :]).reshape(-1, width, 2).mean(1).T
                 axes.plot(steps, values, ".-", label=run.name)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left")
         drawn = io.StringIO()
-        # Without the date: the same runs make the same page.
+        # Without the date, so that the same runs give the same page.
         figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = drawn.getvalue()
-    # Within HTML there is no XML declaration.
+    # HTML allows no XML declaration inside.
     return f"<h2>Curves</h2><section>{svg[svg.index('<svg') :]}</section>"

@@ -1,4 +1,4 @@
-"""Watch: after every step, what it did, to a writer."""
+"""Watch: record what every step did, with a writer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Sums of `Stats`; a record has the differences.
 TIMES = ("arithmetic_seconds", "waiting_seconds", "exposed_seconds")
 COUNTED = ("messages", "message_bytes", "inside_bytes", "gradient_bytes", *TIMES)
-MIN_SAMPLES = 32  # a quarter of fewer is noise
+MIN_SAMPLES = 32  # a quarter of fewer samples is noise
 MIN_STEPS = 1000
 MAX_GROWTH, STILL_GROWING = 1.3, 1.1
 
@@ -34,20 +34,20 @@ MAX_GROWTH, STILL_GROWING = 1.3, 1.1
 class Watch:
     """Records what every step does, on this process; a context manager around the training loop.
 
-    Nothing is sent to other processes, so usually one of them is watched; on several, give each a
-    different file. What a step sends is the same on all; times and errors are this process's own.
+    Nothing is sent to other processes, so it is usually enough to watch one; to watch several, give each its
+    own file. A step sends the same on all processes; times and errors are this process's own.
 
     Args:
-        sync: The handle: what `attach` returned, a `LocalSGD`, or the `sync` of an adapter or integration.
+        sync: The handle from `attach`, a `LocalSGD`, or the `sync` of an adapter or integration.
         writer: A path, for lines of JSON that `thinwire report` reads; or any `Writer`.
-        name: What the run is called in a report; None for the file's name.
-        every_steps: Steps from one record to the next; a record sums up what they did.
+        name: The run's name in a report; None for the file's name.
+        every_steps: Steps from one record to the next; a record has the sums over these steps.
         norms_every_steps: Steps from one reading of residuals to the next, which costs a pass over them and a
-            host synchronisation. Warns, with logger "thinwire", if they go on growing.
+            host synchronisation. Warns, with logger "thinwire", if they keep growing.
 
-    A full disk, or a different error of the writer, ends the watching with a warning, not the training.
-    If the host does not learn which steps were not finite (see `thinwire.attach`'s `host_check`), the
-    records do not say it.
+    A full disk, or another error of the writer, ends the watch with a warning, not the training. If the
+    host does not learn which steps were not finite (see `host_check` in `thinwire.attach`), the records
+    do not say so.
 
     Raises:
         ConfigError: `sync` is not a handle, `writer` not a writer, or an argument is out of range.
@@ -72,25 +72,25 @@ class Watch:
         # The handle counts steps as its user does: a LocalSGD counts the optimizer's.
         self._engine, self._watched = engine_of(sync), handle
         if isinstance(writer, str | os.PathLike):
-            # After the other checks: a watch that is refused leaves no file behind.
+            # After the other checks, so that a refused watch leaves no file behind.
             writer = JSONLWriter(writer)
         elif not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
             do = "of a logger's function, make a thinwire.watch.MetricsWriter"
             raise ConfigError(f"writer must be a path, or have write and close, got {writer!r}; {do}")
         self._writer: Writer | None = writer
-        self._residuals: list[float] = []  # under this plan, each as a multiple of what a step sends
+        self._residuals: list[float] = []  # under this plan, as multiples of what a step sends
         self._planned: tuple[object, object] = (None, None)
-        self._routes: dict[str, Route] = {}  # as last written, of each label
+        self._routes: dict[str, Route] = {}  # last written, by label
         self._start = self._last_end = time.perf_counter()
-        # Steps counted before are not this watch's: it may begin in the middle of training.
+        # Subtract the counts so far: a watch may begin in the middle of training.
         self._last = handle.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
         values = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
         values |= {"processes": transport.size, "process_rank": transport.rank}
-        # In training a writer's error is a warning; here the user is still there to mend it.
+        # A writer's error is a warning in training, but raises now, while the user can still fix it.
         writer.write("run", handle.steps, values | {"machines": self._engine.inter_node.size})
-        # Last: had that failed, a watch that no one holds would go on.
+        # Last: if the writer raises, no watch must stay registered.
         handle.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
@@ -107,7 +107,7 @@ class Watch:
             self._writer = None
 
     def log(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
-        """Record numbers of Python or NumPy, by name, of the last finished step: call it after `backward()`.
+        """Record Python or NumPy numbers, by name, for the last finished step: call it after `backward()`.
 
         ConfigError if a value is not a number, or its name is "kind", "step" or "seconds".
         """
@@ -115,10 +115,10 @@ class Watch:
         for name, value in {**(values or {}), **named}.items():
             if name in RESERVED:
                 raise ConfigError(f"log can't take {name}=, which every record has; give it a different name")
-            # True is hardly meant as a number; a tensor would make the host wait unseen.
+            # True is hardly meant as a number; a tensor would silently make the host wait.
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
-            # Python's own: writers of JSON take no others.
+            # Python's own types: JSON writers take no others.
             plain[name] = int(value) if isinstance(value, Integral) else float(value)
         self._write("log", {"seconds": time.perf_counter() - self._start, **plain})
 
@@ -127,7 +127,7 @@ class Watch:
         self._steps += 1
         self._nonfinite_steps += not committed
         if step % self._every_steps == 0:
-            # Before the step's record: who reads the file must know the plan by which the step was made.
+            # Before the step's record: readers of the file must know the step's plan.
             self._write_plan()
             now, counts = time.perf_counter(), self._watched.counts()
             values = {
@@ -143,7 +143,7 @@ class Watch:
                 self.log(**self._watched.numbers())
             self._last, self._last_end = counts, now
             self._steps = self._nonfinite_steps = 0
-        # A step that was dropped has left memory alone: its errors would be those of the step before.
+        # A dropped step leaves memory alone: its errors would be those of the step before.
         if step % self._norms_every_steps == 0 and committed:
             self._write_norms()
 
@@ -153,11 +153,11 @@ class Watch:
             return
         routes = {route.label: route for route in plan.routes}
         was, self._planned = self._planned[0], (algorithm, plan)
-        # A step that leaves parameters out, and sends the others as was written, is no new plan.
+        # A step that only leaves some parameters out has no new plan.
         if algorithm == was and routes.items() <= self._routes.items():
             return
         self._routes = {**self._routes, **routes} if algorithm == was else routes
-        # Under a different plan the residual levels off elsewhere, and growing up to there is no alarm.
+        # Under a new plan the residual levels off elsewhere; growing to that level is no alarm.
         self._residuals = []
         shown = algorithm if self._watched is self._engine.reporter else self._watched
         recorded = ("label", "names", "detail", "is_compressed", "gradient_bytes", "message_bytes")
@@ -180,7 +180,7 @@ class Watch:
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        if self._writer is None:  # an error has ended the watching; the training loop still calls `log`
+        if self._writer is None:  # an error has ended the watch, but the training loop still calls `log`
             return
         try:
             self._writer.write(kind, self._watched.steps, values)
@@ -192,7 +192,7 @@ class Watch:
 
 def _residual_in_steps(stats: Stats) -> float:
     """Return the residual of all parameters as a multiple of what was sent in the last step, by norm."""
-    # The message is orthogonal to the residual: its norm follows from the relative error.
+    # The message is orthogonal to the residual, so its norm follows from the relative error.
     sent = [
         stats.error_norm[label] * math.sqrt(max(0.0, 1 / relative**2 - 1)) if relative > 0 else 0.0
         for label, relative in stats.relative_error.items()
@@ -201,14 +201,14 @@ def _residual_in_steps(stats: Stats) -> float:
 
 
 def alarming_growth(residuals: Sequence[float]) -> float | None:
-    """Return by how much residuals grew while their number doubled, if they grow without bound.
+    """Return by what factor residuals grew while their number doubled, if they grow without bound.
 
-    The mean of their second half is compared with that of the quarter before, twice in succession. Growth
-    with the number of steps doubles it, growth with its root is 1.4 times; a residual that levels off, as
-    with error feedback it should, stops growing within the second half.
+    The mean of the second half is compared with that of the quarter before, twice in succession. Growth
+    proportional to the number of steps doubles it; growth with its square root is 1.4 times. A residual that
+    levels off, as it should with error feedback, stops growing within the second half.
     """
     count = len(residuals)
-    if count < 2 * MIN_SAMPLES or count.bit_count() > 1:  # their number has not doubled since the last look
+    if count < 2 * MIN_SAMPLES or count.bit_count() > 1:  # the number has not doubled since the last check
         return None
     growths = []
     for end in (count // 2, count):

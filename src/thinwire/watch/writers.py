@@ -1,4 +1,4 @@
-"""Where records go."""
+"""Writers of records."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Writer(Protocol):
     """A destination of records."""
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take the record of a step, of a kind that docs/watching.md tells: numbers, strings and such."""
+        """Write the record of a step; docs/watching.md lists the kinds and their values."""
 
     def close(self) -> None:
-        """End: no more records will come."""
+        """Finish: no more records will follow."""
 
 
 class JSONLWriter:
-    """Writes a line of JSON for each record, at once, for `thinwire report`; see docs/watching.md.
+    """Writes a line of JSON for each record immediately, for `thinwire report`; see docs/watching.md.
 
-    Numbers that are not finite become null. A file that is there already is continued, as when training
-    resumes; a last line that was cut off is removed.
+    Numbers that are not finite become null. An existing file is continued, as when training resumes; a
+    truncated last line is removed.
 
     Raises:
-        ConfigError: The file is there, and is not a `Watch`'s; or its folder is not there.
+        ConfigError: The file exists and is not a `Watch`'s; or its folder does not exist.
         OSError: It can't be written.
     """
 
@@ -42,10 +42,10 @@ class JSONLWriter:
         if path.is_file() and path.stat().st_size > 0:
             with path.open("r+b") as file:
                 check_first_line(path, file.readline())  # before anything is cut off
-                # A killed process may have left half a line, and no record after it could be read.
+                # A killed process may have left half a line, which would make later records unreadable.
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
-        # Line by line: what a killed process has done up to then can be read.
+        # Line-buffered, so that the records of a killed process can be read.
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -56,11 +56,11 @@ class JSONLWriter:
 
 
 class MetricsWriter:
-    """Passes records on as named numbers, to any logger: "thinwire/message_bytes" and so on.
+    """Passes records as named numbers to any logger: "thinwire/message_bytes" and so on.
 
-    They mean what they mean in the file, see docs/watching.md. What is given to `Watch.log` keeps its name.
-    `log` is called with the numbers and the step, such as `trainer.logger.log_metrics`, `accelerator.log` or
-    `wandb.log`; ConfigError if it can't be.
+    They mean the same as in the file, see docs/watching.md. Numbers from `Watch.log` keep their names. `log`
+    is called with the numbers and the step; it may be `trainer.logger.log_metrics`, `accelerator.log` or
+    `wandb.log`. ConfigError if it can't be called.
     """
 
     def __init__(self, log: Callable[[Any, int], object]) -> None:
@@ -82,7 +82,7 @@ class MetricsWriter:
 class TensorBoardWriter(MetricsWriter):
     """Writes the numbers of `MetricsWriter` for TensorBoard; in a clone, `pip install '.[tensorboard]'`.
 
-    `log_dir` is as for `torch.utils.tensorboard.SummaryWriter`. MissingExtraError if that is not installed.
+    `log_dir` is that of `torch.utils.tensorboard.SummaryWriter`. MissingExtraError if that is not installed.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -105,7 +105,7 @@ class TensorBoardWriter(MetricsWriter):
 
 
 def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
-    """Name the numbers of a run so far, for loggers; sums since the start are `total_…`."""
+    """Return the numbers of a run so far by name, for loggers; sums since the start are `total_…`."""
     return {
         f"{prefix}compression_ratio": stats.compression_ratio,
         f"{prefix}total_message_bytes": stats.message_bytes,
@@ -115,7 +115,7 @@ def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
 
 
 def _named(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record, those in mappings too, under names like paths."""
+    """Yield the numbers of a record, including those in mappings, under path-like names."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _named(f"{prefix}/{key}", value)

@@ -1,1 +1,1 @@
-"""The adapter for FSDP2: equal shards of different replicas are averaged, inside `backward()`."""
+"""The adapter for FSDP2: average equal shards of different replicas, inside `backward()`."""

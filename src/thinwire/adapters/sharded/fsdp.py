@@ -56,7 +56,7 @@ def attach_sharded(
     replicas: dist.ProcessGroup | DeviceMesh | None,
     settings: Settings,
 ) -> GradientSync:
-    """Do what `thinwire.attach` does, with an FSDP2 model."""
+    """Implement `thinwire.attach` for an FSDP2 model."""
     sharded = ShardedModel(model)
     group = replicas_of(sharded, replicas)
     pieces = pieces_of(model, sharded)
@@ -72,15 +72,15 @@ def attach_sharded(
             "the replicas' group can't send gradients from the CPU (CPUOffloadPolicy); call "
             'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    # A replica that is one shard has no one to ask, and no group for it.
+    # A replica of one shard needs no agreement, and has no group for it.
     shards: Transport = InProcessTransport.group(1)[0]
     if not sharded.is_replicated:
         shard_group = torch_private.fsdp_mesh_info(sharded.groups[0]).shard_process_group
         shards = ProcessGroupTransport(shard_group, torch.device(sharded.mesh().device_type))
-    # A step is committed on all shards or on none, so they ask each other.
+    # A step is committed on all shards or on none, so they must agree.
     settings = replace(settings, health_group=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
-    # Buffers as well: replicas that are copied start equal in all that the model holds.
+    # Buffers as well: replicas start equal in everything that the model holds.
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = {plain_name(name): tensor for name, tensor in named}
     described = {**_described(shards, tensors, pieces), "algorithm": repr(algorithm)}
@@ -90,24 +90,24 @@ def attach_sharded(
         lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
         lambda: agree(transport, described, "attach()"),
     )
-    # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
+    # Only after all checks: from here on PyTorch averages nothing itself.
     if sharded.is_averaged_by_torch:
         sharded.stop_averaging()
-    # After everything is compared: replicas of unlike shapes would wait for each other in here.
+    # After everything is compared: replicas of different shapes would hang here.
     copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
     adapter = FSDPAdapter(engine, shards, sharded, pieces)
-    # Last: hooks of an attach that was refused would stay on the model.
+    # Last: hooks of a failed attach would stay on the model.
     adapter.register(model)
     tell_start(engine, (piece.parameter for piece in pieces))
     return ShardedSync(engine, shards, trained, adapter.forget_pass, adapter.detach)
 
 
 def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:
-    """Describe by subject, for all replicas to compare."""
+    """Describe this replica by subject, for all replicas to compare."""
     described = {"shard": f"{shards.rank} of {shards.size}"}
     piece_of = {piece.name: piece for piece in pieces}
-    # The parameters of one fully_shard are a bucket: replicas with unlike ones would send unlike messages.
-    # They are taken backwards, so that the first name of each bucket stays.
+    # The parameters of one fully_shard are a bucket: replicas with different ones would send different
+    # messages. In reverse order, so that the first name of each bucket stays.
     first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
     for name, tensor in tensors.items():
         local, piece = local_of(tensor), piece_of.get(name)
@@ -120,19 +120,19 @@ def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list
 
 
 def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
-    """Return the specs of this process's trained shards, in the order of the model."""
+    """Return the specs of this process's trained shards, in model order."""
     return [piece.spec for piece in pieces if piece.parameter.requires_grad]
 
 
 def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
-    """Refuse a model whose gradients an adapter averages already."""
+    """Raise if an adapter already averages the model's gradients."""
     if any(attached_to(piece.parameter) for piece in pieces):
         raise AttachError(f"the model is attached already; {what_to_do}")
 
 
 def attached_to(parameter: torch.Tensor) -> bool:
     """Return whether an adapter averages a parameter's gradients."""
-    # It leaves no trace on the module; its hooks are bound methods of it.
+    # The adapter leaves no trace on the module, but its hooks are its bound methods.
     hooks = torch_private.post_accumulate_hooks(parameter)
     return any(isinstance(getattr(hook, "__self__", None), FSDPAdapter) for hook in hooks)
 
@@ -144,17 +144,17 @@ RESTART = "restart all processes from a checkpoint"
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose gradients FSDP2 reduces together, of one device and type."""
+    """Parameters whose gradients FSDP2 reduces together, of one device and dtype."""
 
     pieces: Sequence[Piece]  # trained ones, in the order of their gradients
     specs: tuple[ParameterSpec, ...]
     device: torch.device
     opened: BucketState | None = None  # None before the first step
-    flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
-    num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
+    flat: torch.Tensor | None = None  # their gradients, from the start of the bucket until they are means
+    num_arrived: int = 0  # gradients that were ready in this pass, counting parts
 
     def gradients(self) -> torch.Tensor:
-        """Copy the gradients, one after the other; zeros for those that this replica lacks."""
+        """Return a flat copy of the gradients; zeros for those that this replica lacks."""
         numel = sum(spec.numel for spec in self.specs)
         flat = torch.zeros(numel, dtype=self.specs[0].dtype, device=self.device)
         parts = Bucket(self.specs, flat).gradients
@@ -165,12 +165,12 @@ class _Bucket:
 
 
 class FSDPAdapter:
-    """Averages the sharded gradients of an FSDP2 model over its replicas, inside of `backward()`.
+    """Averages the sharded gradients of an FSDP2 model over its replicas, inside `backward()`.
 
-    FSDP2 calls the post-accumulate hooks of its parameters when their gradients are there. The first one in
-    a pass queues the end of the step behind FSDP2's own end of the pass, so gradients are means when
-    `backward()` returns, before they are clipped. The first pass shows in which order buckets become ready;
-    later ones are started in that order, each as soon as it is complete, while the pass goes on.
+    FSDP2 calls its parameters' post-accumulate hooks when gradients are ready. The first call in a pass
+    queues the end of the step after FSDP2's own end of the pass, so gradients are means when `backward()`
+    returns, before they are clipped. The first pass shows in which order buckets become ready. Later passes
+    start them in this order, each as soon as it is complete, while the pass continues.
     """
 
     def __init__(
@@ -180,14 +180,14 @@ class FSDPAdapter:
         self._sharded = sharded
         self._buckets = _buckets_of(pieces)
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
-        # Found by identity: parameters compare element by element.
+        # Looked up by id: parameters compare element by element.
         self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
         self._has_order = False
-        # How many of the buckets, in order, may be started before the end of a pass.
+        # How many buckets, in order, may be started before the end of a pass.
         self._num_early = 0
         self._handles: list[RemovableHandle] = []
         self._comm_stream = CommStream()
-        # Parameters whose gradients have changed since the last step. Others may have an earlier step's.
+        # Parameters whose gradients have changed since the last step. Others may have old gradients.
         self._changed: set[int] = set()
         self.forget_pass()
 
@@ -196,7 +196,7 @@ class FSDPAdapter:
             piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
             for piece in self._pieces
         ]
-        # After FSDP2's own, which is the first: it may have taken new parameters just now.
+        # After FSDP2's own hook, which comes first and may have just taken new parameters.
         check = torch_private.not_compiled(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
         refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
@@ -208,11 +208,11 @@ class FSDPAdapter:
         self._sharded.go_on_averaging()
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
-        """Refuse what would go unnoticed: gradients that no one averages."""
+        """Raise if gradients would silently not be averaged."""
         sharded = self._sharded
-        # In a backward pass: an activation checkpoint computes the whole model again.
+        # Inside a backward pass: an activation checkpoint recomputes the whole model.
         if torch_private.backward_pass() != -1:
-            # A reentrant one makes a pass inside of the pass, and no gradient tells of the outer one's end.
+            # A reentrant checkpoint runs a nested pass, and no gradient shows the end of the outer one.
             inside = type(torch_private.running_node()).__name__
             if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
                 raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
@@ -222,13 +222,13 @@ class FSDPAdapter:
                 f"{NOT_AVERAGED} in the last backward pass: an exception ended it (on all processes? "
                 f"abandon()), or a part is {REENTRANT}, and {RESTART}"
             )
-        # FSDP2 takes no more modules once it has made its first pass.
+        # FSDP2 takes no more modules after its first pass.
         if not self._has_order and not sharded.is_all_of(model):
             raise StepError("sharded again after attach; call fully_shard on all parts, then attach")
         if sharded.is_finalized_by_hand:
             remedy = "set_manual_backward_finalization(False)"
             raise StepError(f"{NOT_AVERAGED} without an end of the pass; {remedy}")
-        # After the check above: a root that was sharded later has made parts of those that were roots.
+        # After the check above: a root that was sharded later turns earlier roots into its parts.
         if sharded.is_inside_another:
             raise StepError("what was attached is a part of a larger sharded model; attach the whole model")
         for name, parameter in sharded.parameters:
@@ -244,7 +244,7 @@ class FSDPAdapter:
         self._step: Step | None = None
         self._num_started = 0
         self._arrived: set[int] = set()
-        # In the order in which their gradients came, a set that has one.
+        # An ordered set: in the order in which gradients became ready.
         self._completed: dict[_Bucket, None] = {}
         for bucket in self._buckets:
             bucket.flat, bucket.num_arrived = None, 0
@@ -252,12 +252,12 @@ class FSDPAdapter:
     # A pass.
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient, and start the buckets that are complete: the hook of each parameter."""
+        """Record a ready gradient, and start complete buckets: the hook of each parameter."""
         self._changed.add(id(parameter))
-        # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
+        # The gradients of this pass accumulate, and are averaged with those of the step's last pass.
         if self._sharded.waits_for_more:
             return
-        # Until they are averaged: what an exception leaves shows at the next forward pass.
+        # True until they are averaged, so that the next forward pass notices what an exception has left.
         self._is_due = True
         current = torch_private.backward_pass()
         if current != self._queued_in:
@@ -270,8 +270,8 @@ class FSDPAdapter:
             words = f"the gradient of {bucket.specs[0].name} has come again after it was sent"
             raise StepError(f"{words}: {why}; call backward() once a step, and {RESTART}")
         self._arrived.add(id(parameter))
-        # A module that is called several times has its gradients in parts. In the first pass all count, since
-        # it is only seen there when the last one comes.
+        # A module that is called several times gets its gradients in parts. In the first pass all parts
+        # count, since only that pass shows which one is the last.
         if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].bucket):
             return
         bucket.num_arrived += 1
@@ -281,11 +281,11 @@ class FSDPAdapter:
             self._start_complete()
 
     def _start_complete(self) -> None:
-        """Start the buckets whose turn it is: in the same order on all replicas, whatever comes first."""
-        # Opening them is collective, and how far its pass has come differs between processes.
+        """Start complete buckets in the same order on all replicas, whichever are ready first."""
+        # Opening buckets is collective, and processes are at different points of their passes.
         if not self._are_all_open:
             return
-        # One that is complete waits for those before it, or replicas would send in different orders.
+        # A complete bucket waits for those before it, or replicas would send in different orders.
         while self._num_started < self._num_early:
             bucket = self._buckets[self._num_started]
             if bucket.num_arrived < len(bucket.pieces):
@@ -298,21 +298,21 @@ class FSDPAdapter:
                     raise
 
     def _start(self, bucket: _Bucket) -> None:
-        # An optimizer that takes a gradient before it is averaged steps with that of one replica.
+        # An optimizer that consumes a gradient before it is averaged has stepped with that of one replica.
         for piece in bucket.pieces:
             if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
                 words = f"the gradient of {piece.name} was set to None before it was averaged"
                 by = "by an optimizer inside of the backward pass?"
                 raise StepError(f"{words} ({by}); step after backward(), and {RESTART}")
         self._step = self._step or self.engine.begin()
-        # A copy: if the step fails, the gradients are as FSDP2 has left them.
+        # A copy: if the step fails, the gradients are as FSDP2 left them.
         bucket.flat = bucket.gradients()
         self._step.start(cast(BucketState, bucket.opened), bucket.flat)
         self._num_started += 1
 
     def average(self) -> None:
-        """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
-        # A pass inside of a pass: the outer one has gradients to come.
+        """Replace gradients that any replica has by their means. Collective over shards and replicas."""
+        # A nested pass: the outer one will bring more gradients.
         if torch_private.running_node() is not None:
             return
         engine = self.engine
@@ -325,12 +325,12 @@ class FSDPAdapter:
                     id(piece.parameter) in self._changed and piece.parameter.grad is not None
                     for piece in self._pieces
                 ]
-                # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
+                # With only NCCL the flags are on the GPU: the host then waits only if it lacks a gradient.
                 flags = to_device_async(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
                 purpose = f"step {engine.steps}, which parameters were used"
-                # After all buckets: how many were started before differs between replicas.
+                # After all buckets: how many were started during the pass differs between replicas.
                 asked = engine.metered.all_reduce(flags, purpose, operation="max")
-                # Only a replica that lacks a gradient must know whether a different replica has it.
+                # Only a replica that lacks a gradient must know whether another has it.
                 unused = set[str]()
                 if not all(used):
                     asked.wait()
@@ -338,8 +338,8 @@ class FSDPAdapter:
                     unused = {piece.name for piece, is_used in by_piece if not is_used}
                 before = residuals_of(engine.state.memory, unused)
                 step = cast(Step, self._step)
-                # Wait before the commit, since the last message that can fail comes before memory is written;
-                # and behind the first round, which travels ahead of it.
+                # Wait before the commit, since no message may fail after memory is written; and after the
+                # first round, which was sent before it.
                 step.advance()
                 asked.wait()
                 committed = step.finish()
@@ -352,7 +352,7 @@ class FSDPAdapter:
         finally:
             # Clipping and the optimizer come next, on the user's stream, and read what ours has written.
             self._comm_stream.current_waits()
-        # First: what follows may raise, and the next pass is to find nothing of this one.
+        # First: what follows may raise, and the next pass must find nothing of this one.
         self.forget_pass()
         self._changed.clear()
         if not committed:
@@ -364,17 +364,17 @@ class FSDPAdapter:
         self.forget_pass()
 
     def _learn_order(self) -> None:
-        """Put the buckets that were complete before the pass ended first, in the first process's order."""
+        """Put buckets that were complete before the pass ended first, in the first process's order."""
         if self._has_order:
             return
         self._has_order = True
         early = [self._buckets.index(bucket) for bucket in self._completed]
-        # Over the shards too: the state of the whole model lists buckets in this order. What they bring to
-        # the second turn is alike on all replicas by then, and so is what they take from it.
+        # Over the shards too: the state of the whole model lists buckets in this order. In the second turn,
+        # all replicas already have the same input, and so get the same result.
         for members in (self.engine.transport, self.shards):
             messages = gather_bytes(json.dumps(early).encode(), members, "the order in which gradients come")
             first, *others = map(json.loads, messages)
-            # Only those that came complete on all: for others some would wait in mid-pass.
+            # Only buckets that were complete on all: for others, some processes would wait in mid-pass.
             early = [number for number in first if all(number in other for other in others)]
         late = [number for number in range(len(self._buckets)) if number not in early]
         self._num_early = len(early)
@@ -383,7 +383,7 @@ class FSDPAdapter:
 
     @contextmanager
     def _beside_the_pass(self) -> Iterator[None]:
-        # In a hook the current stream is FSDP2's own; it has waited for the one that the user's work is on.
+        # In a hook the current stream is FSDP2's own, which has waited for the user's stream.
         clock = self.engine.clock.inside(self.engine.traffic)
         with clock, torch.no_grad(), self._comm_stream.wait_for_current(self._buckets[0].device):
             yield
@@ -396,8 +396,8 @@ class FSDPAdapter:
         if self._are_all_open:
             return
         engine = self.engine
-        # Over the shards as well: if replicas of one shard differ and raise, those of the others would go on
-        # without them, and wait in FSDP2's next gather.
+        # Over the shards as well: if replicas of one shard differ and raise, the other shards would continue
+        # without them, and hang in FSDP2's next gather.
         alike_on_all_shards(
             self.shards,
             f"step {engine.steps}",
@@ -409,7 +409,7 @@ class FSDPAdapter:
 
     def _hand_back(self, unused: Collection[str]) -> None:
         for bucket in self._buckets:
-            # The copies are freed bucket by bucket.
+            # Free the copies bucket by bucket.
             flat, bucket.flat = cast(torch.Tensor, bucket.flat), None
             means = Bucket(bucket.specs, flat).gradients
             for piece, spec, flat_mean in zip(bucket.pieces, bucket.specs, means, strict=True):
@@ -417,15 +417,15 @@ class FSDPAdapter:
                 if piece.name in unused:
                     continue
                 if parameter.grad is None:
-                    # A clone: a view would keep the bucket's memory as long as the gradient lives.
+                    # A clone: a view would keep the bucket's memory alive as long as the gradient.
                     parameter.grad = sharded_like(parameter, mean.clone())
                 else:
-                    # In place: it may be a part of what FSDP2 has reduced as one.
+                    # In place: it may be a view of what FSDP2 has reduced as one.
                     local_of(parameter.grad).copy_(mean)
 
 
 def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
-    """Return buckets in the order in which they are likely to become ready: from the model's end on."""
+    """Return buckets in the order in which they probably become ready: from the model's end."""
     grouped: dict[tuple[int, torch.device, torch.dtype], list[Piece]] = {}
     for piece in pieces:
         if piece.parameter.requires_grad:

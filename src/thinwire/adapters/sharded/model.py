@@ -1,4 +1,4 @@
-"""A view of FSDP2's models: which groups reduce what, and when a pass is the last of a step."""
+"""A view of FSDP2 models: which parameters are reduced together, and which pass is a step's last."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from thinwire.torch_private import fsdp_mesh_info
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this process holds, which shares its memory."""
+    """Return this process's part of a tensor, which shares its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which this process holds `local`, sharded as a parameter is."""
+    """Return a tensor sharded like a parameter, with this process's part `local`."""
     if not isinstance(parameter, DTensor):
         return local
-    # Without the check, which is collective over the shards: others may have no need to call this.
+    # Without the check, which is collective over the shards: other shards may not call this.
     mesh, layout, shape = parameter.device_mesh, parameter.placements, parameter.shape
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=shape, stride=parameter.stride())
 
 
 class Piece(NamedTuple):
-    """The part of a parameter that this process has: some of its rows, or of a different dimension."""
+    """This process's part of a parameter: some of its rows, or a slice along another dimension."""
 
-    name: str  # as the user's own module has it
+    name: str  # in the user's own module
     parameter: torch.nn.Parameter  # FSDP's
     shape: tuple[int, ...]  # of the whole parameter
     dim: int | None  # along which it is cut; None if this process has all of it
-    bucket: int  # parameters of one number become ready together
+    bucket: int  # parameters with the same number become ready together
 
     @property
     def spec(self) -> ParameterSpec:
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class ShardedModel:
-    """FSDP2's side of a model: torch has no public names for what is asked of it here."""
+    """FSDP2's view of a model, for which torch has no public API."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._states = torch_private.fsdp_states(model)
@@ -66,7 +66,7 @@ class ShardedModel:
                 self.groups += torch_private.fsdp_groups(state)
             infos = list(map(fsdp_mesh_info, self.groups))
             dims = [(info.shard_mesh_dim, info.replicate_mesh_dim) for info in infos]
-            # All that is asked of it later is asked for once, so that what is missing shows at once.
+            # Read everything that is needed later once, so that anything missing is found now.
             _ = self.waits_for_more, list(self.parameters)
             _ = list(map(torch_private.fsdp_has_calls_to_come, self.groups))
         except AttributeError as error:
@@ -74,28 +74,28 @@ class ShardedModel:
                 f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use a torch from "
                 "2.6 to 2.15"
             ) from error
-        # True with `replicate` alone; or in native HSDP, `fully_shard` over a mesh of replicas and shards.
+        # The first with `replicate` alone; the second in native HSDP, `fully_shard` over replicas and shards.
         self.is_replicated = all(shards is None for shards, _ in dims)
         self.is_native = any(None not in both for both in dims)
         self.is_averaged_by_torch = self.is_replicated or self.is_native
 
     def is_all_of(self, model: torch.nn.Module) -> bool:
-        """Return whether no part of a model has been sharded since."""
+        """Return whether no other part of a model has been sharded since."""
         return len(torch_private.fsdp_states(model)) == len(self._states)
 
     @property
     def waits_for_more(self) -> bool:
-        """Whether the user has said that one more backward pass of the same step follows."""
+        """Whether the user has announced another backward pass of the same step."""
         return torch_private.fsdp_waits(self._states, self.groups)
 
     def has_calls_to_come(self, bucket: int) -> bool:
-        """Return whether a module's forward calls have not all come back in this pass; some may never."""
+        """Return whether some forward calls of a module have not run backward in this pass; some never do."""
         return torch_private.fsdp_has_calls_to_come(self.groups[bucket])
 
     @property
     def is_inside_another(self) -> bool:
-        """Whether it is a part of a larger FSDP2 model; known from its first forward pass on."""
-        # The first module to run is a root, and so are several side by side if none holds the others.
+        """Whether it is part of a larger FSDP2 model; known from its first forward pass on."""
+        # The first module to run is a root. There are several roots if no module holds the others.
         return all(torch_private.fsdp_is_root(state) is False for state in self._states)
 
     @property
@@ -105,14 +105,14 @@ class ShardedModel:
 
     @property
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those to which FSDP2 gives gradients; named from the first forward pass on."""
-        # The model's names don't help: in a forward pass it shows whole parameters, and these are shards.
+        """The parameters to which FSDP2 gives gradients; named from the first forward pass on."""
+        # The model's own names don't help: in a forward pass it has whole parameters, but these are shards.
         shards = (shard for group in self.groups for shard in torch_private.fsdp_parameters(group))
         return ((plain_name(name or "a parameter"), parameter) for name, parameter in shards)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
-        """Over which PyTorch averages, with `replicate` and native HSDP."""
+        """The group over which PyTorch averages, with `replicate` and native HSDP."""
         group: dist.ProcessGroup = fsdp_mesh_info(self.groups[0]).replicate_process_group
         return group
 
@@ -121,7 +121,7 @@ class ShardedModel:
         meshes: list[DeviceMesh] = [fsdp_mesh_info(group).mesh for group in self.groups]
         if not meshes:
             raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
-        # Compared by their processes: each call may have been given a DeviceMesh object made for it.
+        # Compare their ranks: each call may have been given its own DeviceMesh object.
         others = {str(mesh.mesh.tolist()) for mesh in meshes}
         if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
             raise AttachError(
@@ -131,7 +131,7 @@ class ShardedModel:
         return meshes[0]
 
     def mesh_of_shards(self) -> DeviceMesh:
-        """Return the mesh for those who average models; of native HSDP, PyTorch would average gradients."""
+        """Return the mesh, for averaging models; raise for native HSDP, where PyTorch averages gradients."""
         mesh = self.mesh()
         if self.is_native:
             names = mesh.mesh_dim_names or ("replicas", "shards")
@@ -142,7 +142,7 @@ class ShardedModel:
         return mesh
 
     def stop_averaging(self) -> None:
-        """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
+        """Make `replicate` or native HSDP average over this process alone, which changes nothing."""
         infos = {id(info): info for info in map(fsdp_mesh_info, self.groups)}
         self._averaging = [(info, info.replicate_process_group) for info in infos.values()]
         for info in infos.values():
@@ -156,14 +156,14 @@ class ShardedModel:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let parameters be shards: after a forward pass without a backward one some may be whole."""
+    """Reshard parameters: after a forward pass without a backward pass some may be whole."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
-    """Reshard a model; return what this process has of each parameter: frozen ones too, tied ones once."""
+    """Reshard a model; return this process's piece of each parameter: frozen ones too, tied ones once."""
     reshard(model)
     # Gradients that FSDP2 reduces together become ready together.
     shards = [map(itemgetter(1), torch_private.fsdp_parameters(group)) for group in sharded.groups]
@@ -182,7 +182,7 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
 def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
     if bucket is None:
         remedy = "call fully_shard(model) on the whole model after its parts, or freeze it"
-        if isinstance(parameter, DTensor):  # experts, say
+        if isinstance(parameter, DTensor):  # for example experts
             remedy = f"hand it to fully_shard instead of dividing it by yourself, {DIVIDED}"
         raise AttachError(f"{name} is trained, but no fully_shard holds it; {remedy}")
     if not isinstance(parameter, DTensor):
@@ -218,7 +218,7 @@ def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh 
             words = f"the model is replicated over processes {known}, got a group of {ranks}"
             raise AttachError(f"{words}; leave it out, or give the same to replicate(mesh=…) or fully_shard")
         return sharded.replicate_group
-    # A group across replicas meets this one in one process only: this process.
+    # A group across replicas shares only this process with the mesh.
     shared = sorted(set(ranks) & set(mesh.mesh.flatten().tolist()))
     if len(shared) != 1:
         raise AttachError(

@@ -1,8 +1,8 @@
-"""The state of a sharded run: that of the whole model, so that any number of shards and replicas go on.
+"""The state of a sharded run: that of the whole model, to resume with any number of shards and replicas.
 
-What is elementwise, the residual above all, is put together in the parameter's whole shape. What belongs to
-a shard alone (a low-rank factor) is kept with a note of which shard it is of, and taken up by the same shard
-of as many; other shards start without it.
+Elementwise tensors, above all the residual, are assembled in the parameter's whole shape. Tensors of a single
+shard (a low-rank factor) are labelled with their shard, and loaded by the same shard if there are as many;
+other shards start without them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ShardedSync(GradientSync):
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """As `GradientSync.state_dict`, of the whole model. Collective over all shards and replicas.
+        """Return the state of the whole model, see `GradientSync`. Collective over all shards and replicas.
 
-        Cost: the residual of the whole model on the CPU of each process, besides that of `GradientSync`.
+        Cost: that of `GradientSync`, and the residual of the whole model on the CPU of each process.
         """
         return pack(self.whole(self.save_shard()))
 
@@ -80,20 +80,20 @@ class ShardedSync(GradientSync):
 
     @property
     def position(self) -> Position:
-        """As `GradientSync.position`: process by process of the mesh of replicas and shards."""
+        """The process's position in the mesh of replicas and shards; see `GradientSync.position`."""
         replicas, shards = self._engine.transport, self.shards
         rank = replicas.rank * shards.size + shards.rank
         return Position(rank, replicas.size * shards.size, shards.rank, shards.size)
 
     def _checked(self, state: Mapping[str, Any], *, strict: bool) -> SavedState:
-        """Return what a state of the whole model has for this shard, or what this process has saved."""
+        """Return the part of a whole model's state for this shard, or the state that this process saved."""
         loaded = self._engine.check_state_dict(
             state, strict=strict, position=self.position, whole=self.specs()
         )
         return self.cut(loaded) if loaded.position is None else loaded
 
     def cut(self, loaded: SavedState) -> SavedState:
-        """Return the part of a state of the whole model that is this shard's."""
+        """Return this shard's part of a whole model's state."""
         rank, size = self.shards.rank, self.shards.size
         if size == 1:
             return loaded
@@ -101,7 +101,7 @@ class ShardedSync(GradientSync):
         slots: Tensors = {}
         for slot, tensors in loaded.slots.items():
             if slot.is_elementwise:
-                # Copies: views would keep the whole model's in memory.
+                # Copies: views would keep the whole model's tensors in memory.
                 held = {n: pieces[n].cut(t, rank, size).clone() for n, t in tensors.items() if n in pieces}
             else:
                 own = {label.removesuffix(mark): t for label, t in tensors.items() if label.endswith(mark)}
@@ -110,7 +110,7 @@ class ShardedSync(GradientSync):
         return loaded._replace(slots=slots)
 
     def distributed_state(self) -> Stateful:
-        """Residuals are DTensors, sharded as their parameters are."""
+        """Return a state whose residuals are DTensors, sharded like their parameters."""
         return _InShards(self, self._engine)
 
 
@@ -127,7 +127,7 @@ class _InShards:
         rest = {slot: {} if slot.is_elementwise else tensors for slot, tensors in saved.slots.items()}
         elementwise = [slot for slot in saved.slots if slot.is_elementwise]
         specs = {spec.name: spec for spec in self._engine.specs}
-        # Zeros if nothing is remembered: the checkpoint fills in only what a fresh run has as well.
+        # Zeros if there is no state: the checkpoint fills in only entries that a fresh run has as well.
         tensors = {}
         for slot in elementwise:
             for name, piece in sync.pieces.items():
@@ -142,7 +142,7 @@ class _InShards:
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` has returned, resharded to this run's shards."""
+        """Load the result of `state_dict`, resharded to this run's shards."""
         loaded = self._sync.cut(self._engine.check_state_dict(state_dict["rest"], whole=self._sync.specs()))
         slots = {slot.name: slot for slot in loaded.slots}
         for slot, names in state_dict["kept"]:
