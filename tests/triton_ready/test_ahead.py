@@ -76,7 +76,7 @@ def launched(*arguments: Any) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*sys.path, environment.get("PYTHONPATH", "")])
     script = Path(__file__).with_name("launched.py")
-    command = [sys.executable, "-W", "error", script, *map(json.dumps, arguments)]
+    command: list[Any] = [sys.executable, "-W", "error", script, *map(json.dumps, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(done.stdout)
