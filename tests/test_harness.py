@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
-from multiprocessing import connection
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
-import torch.distributed as dist
 
 from commands import run_python, started_python
 from processes import Spawn, WorkerFailed
@@ -109,22 +105,3 @@ def test_processes_end_with_the_one_that_started_them(text: str, tmp_path: Path)
     while is_running(started) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_running(started)
-
-
-def test_a_pool_that_was_interrupted_gives_no_late_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a test's timeout interrupts it, while its processes are still at work."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    spawn = Spawn()
-    try:
-        pool = spawn.of(1)
-        with monkeypatch.context() as interrupted:
-            interrupted.setattr(connection, "wait", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                pool.run(os.getpid)
-        assert not pool.alive
-        assert spawn(1, dist.get_world_size) == [1]
-    finally:
-        spawn.close()
