@@ -271,15 +271,6 @@ def test_a_link_that_misses_what_was_asked_for_is_refused() -> None:
             network.check_link()
 
 
-@real
-def test_one_machine_may_be_slower() -> None:
-    """Machine 1 sends 0.5 MB at 2 Mbit/s where the others' links have no rate."""
-    assert (
-        seconds_told(run_lab("--machines=2", "--slow-machine=1:2mbit", code=MEASURE, arguments=("1", "0.5")))
-        > 1.6
-    )
-
-
 # The one that `make test` runs.
 @possible
 @pytest.mark.parametrize("processes_per_machine", [1, pytest.param(2, marks=pytest.mark.nightly)])

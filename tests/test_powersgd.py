@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.algorithms.join import Join
 
 import thinwire
 from processes import Spawn, in_each_process
@@ -321,18 +320,6 @@ def test_uneven_inputs(
     assert agreed(layer)
     assert aggregator.stats().steps == most
     assert aggregator.stats().compression_ratio > 4
-
-
-@in_each_process(2)
-def test_after_torchs_own_join_context_it_averages_on() -> None:
-    """Torch leaves its notifications switched on, also on the process that never shadowed the other."""
-    powersgd = PowerSGD([torch.zeros(30, 40)], AT_ONCE)
-    with Join([powersgd]):
-        for _ in range(3 - dist.get_rank()):
-            powersgd.aggregate([torch.ones(30, 40)])
-    assert not powersgd._join_config.enable
-    powersgd.aggregate([torch.ones(30, 40)])
-    assert powersgd.stats().steps == 4
 
 
 def of_three(config: Any = AT_ONCE, **options: Any) -> PowerSGD:

@@ -178,22 +178,6 @@ def test_afterwards_the_model_trains_on_as_before() -> None:
 
 
 @in_each_process(2)
-def test_early_termination_raises_on_all() -> None:
-    model = ddp_of()
-    thinwire.attach(model, POWER)
-    words = ["exhausted all inputs", "at least one rank that exhausted inputs"][dist.get_rank()]
-
-    def train() -> None:
-        with thinwire.join(model, False, throw_on_early_termination=True):
-            for step in range(1 if dist.get_rank() == 0 else 5):
-                gradient_of(model, step)
-
-    with pytest.raises(RuntimeError, match=words):
-        train()
-    assert not model._join_config.enable
-
-
-@in_each_process(2)
 def test_what_cannot_be_joined_is_refused_at_once() -> None:
     model = ddp_of()
     model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only

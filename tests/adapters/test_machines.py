@@ -125,17 +125,6 @@ def test_the_launcher_tells_who_shares_a_machine() -> None:
     assert "over 2 machines of 2 processes" in str(sync)
 
 
-@in_each_process(4)
-def test_a_launcher_need_tell_no_more_than_the_processes_of_each_machine() -> None:
-    for sizes in ((2, 2), (1, 3), (1, 1, 2)):
-        machine = [number for number, size in enumerate(sizes) for _ in range(size)][dist.get_rank()]
-        told = patch.dict(os.environ, LOCAL_WORLD_SIZE=str(sizes[machine]))
-        with told, patch("socket.gethostname", lambda machine=machine: f"host {machine}"):
-            machines, why = machines_of(ProcessGroupTransport())
-        assert (machines is None) == (sizes != (2, 2))
-        assert why == "" if machines else f"machines have {', '.join(map(str, sizes))} processes" in why
-
-
 def of_launcher(kind: str, machines: list[list[int]]) -> dict[str, str]:
     """What a launcher tells this process, of four."""
     rank = dist.get_rank()

@@ -20,7 +20,6 @@ from thinwire.advice.losses import (
     expected_losses,
     known_optimizers,
     loss_gaps,
-    notes_on_losses,
     optimizer_name,
     priced,
 )
@@ -92,18 +91,6 @@ def test_a_longer_run_promises_nothing_for_a_shorter_one() -> None:
     assert advice_of(way("few", 10, 11, few(9)), budget=0.2).best is SIXTEEN
 
 
-@pytest.mark.usefixtures("small_table")
-def test_measurements_come_before_bounds() -> None:
-    itself = expected_loss("rare", Training("AdamW", 4, 10**9))
-    assert (itself.kind, itself.short) == ("measured", "+7.0")
-    between = expected_loss(
-        "x", Training("AdamW", 2, 10**6, 2000), loses_more_than="few", loses_less_than="rare"
-    )
-    assert (between.kind, between.short, between.low_percent) == ("between", "≤ +7.0", 1.0)
-    above = expected_loss("x", Training("AdamW", 2, 10**6, 2000), loses_more_than="few")
-    assert (above.kind, above.percent, above.short) == ("above", None, "> +1.0")
-
-
 def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     """docs/optimizers.md; docs/choosing.md has tests below."""
 
@@ -133,34 +120,6 @@ def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     assert [short(rank_16, "AdamW", numel, 2000) for numel in (6_700_000, 6_700_001)] == ["+1.0", "?"]
     assert short(rank_16, None, 350_000_000, 2000) == short(rank_16, "Sophia", 350_000_000, 2000) == "?"
     assert short(rank_16, "SGD", 350_000_000, 2000) == "-0.1"
-
-
-class OwnKind(torch.optim.AdamW):
-    """One's own."""
-
-
-TRAINED = [torch.ones(2, 2)]
-NOT_MEASURED = (
-    "No loss gap was measured with {}, only with AdamW, Lion, Muon, SGD: the largest of them counts."
-)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "name", "notes"),
-    [
-        ("torch.optim.AdamW", "AdamW", []),
-        (torch.optim.SGD(TRAINED, momentum=0.9), "SGD", []),
-        (torch.optim.SGD(TRAINED, lr=0.1), "SGD", ["measured with momentum 0.9; yours has none"]),
-        (OwnKind(TRAINED), "AdamW", ["No loss gap was measured with OwnKind: those of AdamW"]),
-        (torch.optim.Adam(TRAINED), "Adam", [NOT_MEASURED.format("Adam")]),
-        ("Sophia", "Sophia", [NOT_MEASURED.format("Sophia")]),
-    ],
-)
-def test_what_other_optimizers_are_counted_as_is_told(optimizer: object, name: str, notes: list[str]) -> None:
-    assert optimizer_name(optimizer) == name
-    told = list(notes_on_losses(optimizer, 3000))
-    assert len(told) == len(notes)
-    assert all(note in line for note, line in zip(notes, told, strict=True))
 
 
 # Budget

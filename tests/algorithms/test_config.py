@@ -163,11 +163,3 @@ def test_a_plain_module_without_a_process_group_is_told_to_make_the_group_first(
         AttachError, match=r"got Linear; call torch.distributed.init_process_group\(\), then wrap"
     ):
         thinwire.attach(nn.Linear(4, 4), AllReduce())
-
-
-@in_each_process(2)
-def test_a_switch_that_is_refused_changes_nothing() -> None:
-    sync = thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), PowerSGD(matrix_rank=2))
-    with pytest.raises(ConfigError):
-        sync.use("exact")  # type: ignore[arg-type]
-    assert sync.algorithm == PowerSGD(matrix_rank=2)

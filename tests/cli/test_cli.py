@@ -14,7 +14,6 @@ import typer
 
 from thinwire import PowerSGD, Watch, checks
 from thinwire.cli import build_app, main
-from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -62,13 +61,6 @@ def test_the_surface() -> None:
     assert told == SURFACE
 
 
-def test_every_help_has_an_example() -> None:
-    for name, command in commands().items():
-        assert f"Example: `thinwire {name}" in command.help.replace(
-            "torchrun --nproc-per-node 2 --no-python ", ""
-        )
-
-
 def test_help_and_version_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,16 +82,6 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(
     monkeypatch.setattr(sys, "argv", ["thinwire", "--debug", "report", str(missing)])
     with pytest.raises(ConfigError, match="can't be read"):
         main()
-
-
-def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    check_output("--save", None)
-    check_output("--save", tmp_path / "new.json")
-    check_output("--save", Path("bare.json"))
-    with pytest.raises(ConfigError, match="can't be written: it is a folder; give a file"):
-        check_output("--save", tmp_path)
-    with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it first"):
-        check_output("--save", tmp_path / "missing" / "new.json")
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,3 @@ def test_different_tensors_are_refused_on_all_before_any_is_sent(other: torch.Te
     assert len(heard) == 2
     assert all("process 0: (4, 3) torch.float32; process 1: " in said for said in heard)
     assert all("pad or cast first" in said for said in heard)
-
-
-def test_too_many_dimensions_are_refused() -> None:
-    (alone,) = InProcessTransport.group(1)
-    assert gather_stacked(torch.ones([1] * 16), alone).shape == (1,) * 17
-    with pytest.raises(CommunicationError, match="a tensor of 17 dimensions can't be gathered, at most 16"):
-        gather_stacked(torch.ones([1] * 17), alone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -84,15 +83,3 @@ def test_waiting_outside_run_members_is_refused_and_not_hung() -> None:
 def test_members_have_the_callers_grad_mode(enabled: bool) -> None:
     with torch.set_grad_enabled(enabled):
         assert run_members(3, lambda rank: torch.is_grad_enabled()) == [enabled] * 3
-
-
-def test_no_thread_and_no_message_is_left() -> None:
-    members, before = InProcessTransport.group(3), threading.active_count()
-
-    def body(rank: int) -> None:
-        for _ in range(5):
-            members[rank].mean(torch.ones(2), "a test").wait()
-
-    run_members(3, body)
-    assert threading.active_count() == before
-    assert members[0]._room.messages == {}

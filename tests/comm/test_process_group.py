@@ -145,13 +145,6 @@ def test_ranks_are_those_of_the_group() -> None:
     assert (copied.tolist(), rows.view(-1).tolist()) == ([3, 3], [1, 3])
 
 
-@in_each_process(2)
-def test_then_gives_a_future_of_what_is_made_of_the_result() -> None:
-    transport = ProcessGroupTransport(p2p=False)
-    tensor = torch.tensor([float(transport.rank)])
-    assert future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait() == 7
-
-
 def failing_work(words: str) -> DistWork:
     """As of a backend whose peer has gone."""
     future: Future[object] = Future()

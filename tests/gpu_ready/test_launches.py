@@ -248,5 +248,5 @@ def test_the_adapter_of_sharded_models(host_check: bool) -> None:
         for bucket in adapter._buckets:
             bucket.opened = engine.open(bucket.specs, torch.device("meta"))
     found, _ = counted(step)
-    limits = (200, 13.6, 1) if host_check else (215, 16.6, 0)
-    Step(RANK_4, *limits, shapes=ONE_LAYER).check(found)
+    launches, passes, waits = (200, 13.6, 1) if host_check else (215, 16.6, 0)
+    Step(RANK_4, launches, passes, waits, shapes=ONE_LAYER).check(found)

@@ -15,7 +15,7 @@ from algorithms.test_conformance import assert_same_state
 from catalog import buckets, random_gradients, spec
 from sync.test_local_state import damaged
 from thinwire import PowerSGD
-from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory, Slot
+from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.comm import InProcessTransport
 from thinwire.comm.in_process import run_members
 from thinwire.comm.metered import Wrapped
@@ -113,21 +113,6 @@ def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
     after = simulation.state_dicts()[0]
     assert not torch.equal(after["error"][0][1], first["error"][0][1])
     assert_same_state(after, resumed.state_dicts()[0])
-
-
-def test_switched_before_the_first_step_after_a_load_factors_of_buckets_are_kept() -> None:
-    batched = BatchedPowerSGD()
-    simulation = Simulation(batched, buckets(), num_workers=2)
-    simulation.step(random_gradients(buckets(), num_workers=2, seed=0))
-    state = simulation.state_dicts()[0]
-    resumed = Simulation(batched, buckets(), num_workers=2)
-    for sync in resumed.syncs:
-        sync.load_state_dict(state)
-        sync.use(BatchedPowerSGD(warmup_steps=1))
-    assert [label for label, _ in resumed.state_dicts()[0]["factor"]] == [
-        label for label, _ in state["factor"]
-    ]
-    assert len(state["factor"]) == 2
 
 
 Change = Callable[[dict[str, Any]], Any]

@@ -160,23 +160,12 @@ def simulated(
     return means, simulation
 
 
+SCALED: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(8.0)}
+FEEDBACK = Quantize(bits=4, rounding="stochastic", error_feedback=True)
 RUNS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any]]] = {
     "fp32": (PowerSGD(matrix_rank=2), torch.float32, {"host_check": False}),
-    "fp16, scaled": (
-        PowerSGD(matrix_rank=2),
-        torch.float16,
-        {"loss_scale": lambda device: torch.tensor(8.0)},
-    ),
-    "alternating": (
-        PowerSGD(matrix_rank=2, alternating=True, power_iterations=2, min_compression_ratio=1),
-        torch.float32,
-        {},
-    ),
-    "few bits, fp16, scaled": (
-        Quantize(bits=4, rounding="stochastic", error_feedback=True),
-        torch.float16,
-        {"loss_scale": lambda device: torch.tensor(8.0)},
-    ),
+    "fp16, scaled": (PowerSGD(matrix_rank=2), torch.float16, SCALED),
+    "few bits, fp16, scaled": (FEEDBACK, torch.float16, SCALED),
 }
 
 

@@ -73,22 +73,6 @@ def test_it_tells_what_was_watched(report: str) -> None:
     assert len(report) < 1_000_000
 
 
-def test_what_stays_inside_of_machines_is_told_apart(tmp_path: Path) -> None:
-    simulated = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=4, workers_per_machine=2)
-    path = tmp_path / "run.jsonl"
-    with Watch(simulated.syncs[0], path):
-        for step in range(2):
-            assert simulated.step(random_gradients(simulated.buckets, num_workers=4, seed=step))
-    run, stats = read_run(path), simulated.syncs[0].stats()
-    assert (run.processes, run.machines) == (4, 2)
-    assert stats.compression_ratio > 2
-    assert sum(record["message_bytes"] for record in run.steps) == stats.message_bytes
-    assert sum(record["inside_bytes"] for record in run.steps) == stats.inside_bytes > stats.message_bytes
-    shown = report_page([run])
-    assert "<td>4 on 2 machines</td>" in shown
-    assert f", inside {stats.inside_bytes / 2e6:.3g}</td>" in shown
-
-
 def test_runs_of_one_name_are_told_apart_and_names_are_text_and_not_code(tmp_path: Path) -> None:
     code = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
     paths = [watched(tmp_path / f"{n}.jsonl", Cast("fp16"), name=code, steps=2) for n in range(2)]

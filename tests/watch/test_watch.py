@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import count
@@ -19,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import thinwire
 from catalog import buckets, random_gradients, spec
 from processes import in_each_process
-from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch
+from thinwire import ConfigError, PowerSGD, Watch
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
@@ -315,14 +314,6 @@ def test_tensorboard_reads_what_is_written(simulated: Simulation, tmp_path: Path
     assert "thinwire/error_norm/body.weight" in events.Tags()["scalars"]
     assert [(scalar.step, scalar.value) for scalar in events.Scalars("loss")] == [(3, 0.5)]
     assert events.Scalars("thinwire/compression_ratio")[-1].value > 5
-
-
-def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"pip install '.\[tensorboard\]' in a clone"):
-        thinwire.watch.TensorBoardWriter(tmp_path)
 
 
 def test_skips_that_the_host_does_not_see_are_not_known(path: Path) -> None:

@@ -151,7 +151,7 @@ class BucketPlans:
         return {specs: bucket for specs, bucket in self._buckets.items() if bucket.is_open}
 
     def open_all(self, devices: Mapping[BucketState, torch.device]) -> None:
-        """Open buckets. Collective, once for all of them, if some were not open and `agree` was not called."""
+        """Open buckets. Collective, once for all, if some were not open and `agree` was not called."""
         new = [bucket for bucket in devices if not bucket.is_open]
         if not new:
             return

@@ -106,13 +106,8 @@ class Engine:
         """Raise on all processes if they differ. Collective, once after each change."""
         self.buckets.agree(device)
 
-<<<<<<< HEAD
     def open(self, specs: Specs, device: torch.device) -> BucketState:
-        """Return a bucket, to be kept while it `is_current`. Collective if it was not open."""
-=======
-    def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> BucketState:
         """Return an open bucket; keep it while it `is_current`. Collective if it was not open."""
->>>>>>> w-E
         bucket = self.buckets.bucket(specs)
         with self.clock.inside(self.traffic), full_precision(device):
             self.buckets.open_all({bucket: device})
@@ -157,13 +152,8 @@ class Engine:
         for observer in tuple(self.reporter.observers):  # a copy: an observer may remove itself when called
             observer(committed)
 
-<<<<<<< HEAD
     def start(self, buckets: FlatBuckets, *, pipelined: bool = False) -> Step:
-        """Begin a step of buckets whose gradients are all there, and send their first messages."""
-=======
-    def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:
         """Begin a step of buckets whose gradients are all ready, and send their first messages."""
->>>>>>> w-E
         step = self.begin(pipelined=pipelined)
         try:
             with self.clock.inside(self.traffic):  # all at once: ready gradients wait for opening buckets
@@ -177,15 +167,9 @@ class Engine:
             raise
         return step
 
-<<<<<<< HEAD
     def average(self, buckets: FlatBuckets) -> bool:
-        """Make one step of buckets whose gradients are all there; return what `Step.finish` does."""
-        committed = self.start(buckets, pipelined=True).finish()
-=======
-    def average(self, buckets: FlatBuckets, *, is_agreed: bool = False) -> bool:
         """Make one step of buckets whose gradients are all ready; return the result of `Step.finish`."""
-        committed = self.start(buckets, pipelined=True, is_agreed=is_agreed).finish()
->>>>>>> w-E
+        committed = self.start(buckets, pipelined=True).finish()
         self.raise_unless(committed)
         return committed
 
