@@ -92,7 +92,10 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(
         main()
 
 
-def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exit_code(monkeypatch, "report", recorded_run(tmp_path), "--output", tmp_path) == 2
     check_output("--save", None)
     check_output("--save", tmp_path / "new.json")
     check_output("--save", Path("bare.json"))
