@@ -84,6 +84,13 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(
         main()
 
 
+def test_a_file_that_can_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "report", recorded_run(tmp_path), "--output", tmp_path) == 2
+    assert "can't be written: it is a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -160,6 +160,7 @@ def test_options_travel_in_the_environment() -> None:
         ["--algorithm", "auto(budget=1)", "--", sys.executable],
         ["--checkpoint", "/dev/null/folder", "--", sys.executable],
         ["--watch", "/dev/null/folder/run.jsonl", "--", sys.executable],
+        ["--watch", "/", "--", sys.executable],
         ["--auto", "--checkpoint", "x", "--", sys.executable],
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
 from thinwire.preload.settings import Options
 
@@ -62,6 +63,7 @@ def attach(
         except OSError as error:
             why = f"{needed} can't be made ({error.strerror})"
             raise ConfigError(f"{option}: {why}; nothing was started") from error
+    check_output("--watch", watch)
     environment = os.environ | options.environment()
     _check_installed(program, environment)
     os.execve(program, command, environment)

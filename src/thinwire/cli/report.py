@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
 from thinwire.watch import read_run
 
@@ -23,6 +24,7 @@ def report(
 
     Example: `thinwire report exact.jsonl powersgd.jsonl -o report.html`
     """
+    check_output("--output", output)
     write_report(runs, output)
     print(f"saved as {output}")
 
