@@ -144,7 +144,7 @@ def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
         folder: Created if missing. If each machine has its own disk, it holds that machine's files.
 
     Raises:
-        StepError: A step is under way.
+        StepError: A step is in progress.
         StateError: See `GradientSync.local_state_dict`.
         CheckpointError: The file can't be written.
     """
@@ -172,7 +172,7 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
 
     Raises:
         StateError: A file is missing, damaged, or of a different model.
-        StepError: A step is under way.
+        StepError: A step is in progress.
     """
     folder = Path(folder)
     own = folder / LOCAL_NAME.format(sync.position.rank)

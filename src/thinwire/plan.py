@@ -114,7 +114,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Route:
-    """How a gradient travels.
+    """How a gradient is sent.
 
     Attributes:
         names: The parameters sent together; several only if a whole bucket is compressed as one.

@@ -65,8 +65,8 @@ def attach(
             units, so that a change of scale changes no result.
         host_check: Whether the host waits for the device in each step to see whether all means are finite
             (`on_nonfinite` says when this is checked at all). With False it mostly does not wait, and steps
-            that are not finite count in `steps`. "auto" is False for low-rank algorithms on accelerators, and
-            True elsewhere, with `find_unused_parameters` and "raise"; see docs/ddp.md#without-a-host-check.
+            that are not finite count in `steps`. "auto" is False for low-rank algorithms on accelerators,
+            unless with `find_unused_parameters` or "raise", else True; see docs/ddp.md#without-a-host-check.
         on_nonfinite: What happens on all processes in a step in which a mean is not finite. Error memory
             always stays as it was. "nan": all gradients become NaN, so that a `GradScaler` skips the step;
             without a scaler the model is lost, and this is logged once. "zero": all become zero; an optimizer

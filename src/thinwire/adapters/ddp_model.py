@@ -195,7 +195,7 @@ WAYS_IN = {
 
 
 def way_in(model: object) -> str:
-    """Return what to call for a framework's object; "" if it is not such an object."""
+    """Return advice for a framework's object: the function to call; "" if it is not such an object."""
     for kind in type(model).__mro__:
         package = kind.__module__.partition(".")[0].removeprefix("pytorch_")
         if (package, kind.__name__) in WAYS_IN:

@@ -44,7 +44,7 @@ def put_back_residuals(memory: Memory, names: Iterable[str], before: Mapping[str
 
 
 class WithResidual(NamedTuple):
-    """Gradients that travel uncompressed, with their residual."""
+    """Gradients sent uncompressed, with their residual."""
 
     # Flat; then, if some residual may not fit, one element that says whether any remains on this member.
     parts: list[torch.Tensor]

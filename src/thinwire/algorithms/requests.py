@@ -38,7 +38,7 @@ CollectiveRequest: TypeAlias = Mean | AllGather | AllToAll
 
 @dataclass(frozen=True, eq=False)
 class Jointly:
-    """Compute something for all buckets of the step at once, without sending.
+    """Compute something for all buckets of the step together, without sending.
 
     Args:
         function: Takes the items of all buckets in one list and returns one result for each, or None. One

@@ -1,4 +1,4 @@
-"""The `thinwire` command as a whole, its errors and its pipes; each subcommand has a file."""
+"""The `thinwire` command, its errors and its pipes; each subcommand has its own file."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run", "attach"
 
 
 def main() -> None:
-    """Run one command. A user's mistake is one line on stderr, a traceback only with --debug.
+    """Run one command. Print a user's mistake as one line on stderr, a traceback only with --debug.
 
-    So is output that can't be written; if no one reads it, the command ends as if by SIGPIPE.
+    The same for output that can't be written; if its reader has gone, the command ends as if by SIGPIPE.
     """
     try:
         try:
             build_app()()
         finally:
-            # In any case: typer ends most commands by SystemExit.
+            # In `finally`: typer ends most commands with SystemExit.
             _write_what_is_left()
     except ModuleNotFoundError as missing:
-        # Whatever else is missing is a mistake in an installation or here, and needs its traceback.
+        # Any other missing package is a broken installation or a bug, and needs its traceback.
         package = (missing.name or "").partition(".")[0]
         if package not in CLI_PACKAGES:
             raise
         _fail(f"the command line needs {package}: pip install '.[cli]' in a clone of Thinwire", code=2)
-    # The code by which a shell tells an end by SIGPIPE. It stands before OSError, of which it is one.
+    # The shell's exit code for SIGPIPE. Before OSError, of which it is a subclass.
     except BrokenPipeError:
         sys.exit(128 + 13)
     except (ThinwireError, OSError) as error:
-        if sys.argv[1:2] == ["--debug"]:  # an option of the command as a whole
+        if sys.argv[1:2] == ["--debug"]:  # an option of the main command
             raise
         _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
-        # The code by which a shell tells an end by SIGINT.
+        # The shell's exit code for SIGINT.
         sys.exit(130)
 
 
 def build_app() -> typer.Typer:
     """Return the command with its subcommands."""
-    # Here and not above, so that `main` can say which package is missing.
+    # Imported here, so that `main` can report a missing package.
     import typer  # noqa: PLC0415
 
-    # Typer has its own way of showing exceptions; `main` says what an error looks like.
+    # Without Typer's own display of exceptions: `main` prints errors.
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
     @app.callback(invoke_without_command=True)
@@ -71,21 +71,21 @@ def build_app() -> typer.Typer:
             raise typer.Exit
 
     for name in COMMANDS:
-        # All that stands behind the script of `run`, or the command of `attach`, is its own, options too.
+        # All arguments after the script of `run`, or the command of `attach`, belong to it, even options.
         context = {"allow_interspersed_args": False} if name in ("run", "attach") else None
         app.command(context_settings=context)(getattr(import_module(f"thinwire.cli.{name}"), name))
     return app
 
 
 def _write_what_is_left() -> None:
-    """Write out what was printed: when the interpreter ends it is too late to say that it can't be."""
-    # A shell may have closed it.
+    """Flush stdout now: when the interpreter ends, it is too late to report that it can't be written."""
+    # A shell may have closed stdout.
     if sys.stdout is None:
         return
     try:
         sys.stdout.flush()
     except OSError as error:
-        # Bytes that are still in the buffer would fail once more when the interpreter ends.
+        # Bytes that are still in the buffer would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise

@@ -40,9 +40,9 @@ def advise(  # noqa: PLR0913 - one for each fact of a run
     budget_loss: str = typer.Option("1%", metavar="SHARE", help="The most to accept, such as 0.5%, or any."),
     as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
 ) -> None:
-    """Predict how long a step takes with each algorithm, what it may lose, and print the line to add.
+    """Predict the step time with each algorithm and the loss it may cost, and print the line to add.
 
-    The answer comes at once, from the size of a model and the rate of a link. `thinwire.advise` in Python
+    The answer is immediate, from the size of a model and the rate of a link. `thinwire.advise` in Python
     makes the same table from timed steps of your own model.
 
     Example: `thinwire advise --parameters 350M --compute 0.8s --rate 1gbit --optimizer AdamW --steps 20000`

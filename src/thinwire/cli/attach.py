@@ -34,11 +34,11 @@ def attach(
 ) -> None:
     """Run a training command with small messages: every DDP model that it builds is attached.
 
-    The command stays as it is, whoever builds the model: a script of yours, Accelerate, the Trainer and all
-    that is built on it, Lightning. On several machines type the same line on each. Where the launcher is not
-    yours, set THINWIRE_ATTACH="Quantize(bits=4)" in the environment of the processes instead.
+    The command stays as it is, whatever builds the model: your own script, Accelerate, the Trainer and
+    libraries built on it, Lightning. With several machines, run the same line on each. If you don't control
+    the launcher, set THINWIRE_ATTACH="Quantize(bits=4)" in the environment of the processes instead.
 
-    A model that has a communication hook already, FSDP, DeepSpeed and runs of one process stay as they are,
+    Models that already have a communication hook, FSDP, DeepSpeed and runs of one process stay as they are,
     and a line says so.
 
     Example: `thinwire attach --bits 4 -- torchrun --nproc-per-node 2 train.py --epochs 1`
@@ -50,7 +50,7 @@ def attach(
         raise ConfigError("expected one of --bits, --algorithm and --auto, got several; leave the others out")
     if algorithm is None:
         algorithm = "auto()" if auto else f"Quantize(bits={4 if bits is None else bits})"
-    # Processes may change their folder before they read these.
+    # Absolute paths: processes may change their folder before they read these.
     records, folder = (None if path is None else str(path.resolve()) for path in (watch, checkpoint))
     options = Options(algorithm, records, folder, strict)
     program = shutil.which(command[0])
@@ -70,7 +70,7 @@ def attach(
 
 
 def _check_installed(program: str, environment: dict[str, str]) -> None:
-    """Refuse a Python that would not attach anything, if the command is a Python or a script of one."""
+    """Raise if the command is a Python, or a script of one, in which Thinwire is not installed."""
     interpreter = program
     if not re.fullmatch(r"python[\d.]*", Path(program).name):
         with Path(program).open("rb") as file:

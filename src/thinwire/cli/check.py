@@ -1,4 +1,4 @@
-"""The `thinwire check` command: print what the checks find."""
+"""The `thinwire check` command: print the results of the checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.selfcheck.checks import CHECKS, CheckContext
 from thinwire.selfcheck.device import COST_WITHOUT_TRITON, Row, gpt2_small, measure
 from thinwire.version import __version__
 
-# A collective that some process does not make ends the check.
+# A collective in which some process does not take part ends the check after this time.
 TIMEOUT_SECONDS = 60.0
 
 
@@ -57,8 +57,8 @@ def check(
             "--device cpu measures it"
         )
     if device is not None and "RANK" not in os.environ:
-        processes = processes or 1  # who asks about a device need not have a job
-    # Before a group is joined: in the process that starts the others it does not return.
+        processes = processes or 1  # measuring a device needs no job
+    # Before joining a group: in the process that starts the others, this does not return.
     run_here(processes)
     with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as job_device:
         if device not in (None, job_device.type):
@@ -72,7 +72,7 @@ def check(
 
 
 def _print_all(context: CheckContext, *, as_json: bool, with_device: bool) -> bool:
-    """Check, measure and print, on the first process; return whether all is well here. Collective."""
+    """Check, measure and print, on the first process; return whether all is well on this one. Collective."""
     prints = context.transport.rank == 0
     failures = _failures(context, Console(stderr=True, quiet=as_json or not prints))
     machines, on = context.machines, ""
@@ -82,7 +82,7 @@ def _print_all(context: CheckContext, *, as_json: bool, with_device: bool) -> bo
     try:
         if prints and not as_json:
             lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in failures.items()]
-            # Before the device is measured: if it hangs there, this is what is known of it.
+            # Before measuring the device: if that hangs, this has been printed.
             print("\n".join([f"thinwire check: {title}", *lines]), flush=True)
         page = measure(context, gpt2_small()) if with_device else {}
         if prints and as_json:
@@ -93,13 +93,13 @@ def _print_all(context: CheckContext, *, as_json: bool, with_device: bool) -> bo
         elif prints and page:
             print(f"\n- {_served_by(context.device)}\n{_tables(page)}", flush=True)
     finally:
-        # The others wait until all is printed: a launcher ends every process once one has failed.
+        # Wait until all is printed: a launcher ends every process once one has failed.
         gather_numbers([0.0], context.transport, "waiting until all is printed")
     return not (any(failures.values()) or page.get("failures"))
 
 
 def _why_no_gpu() -> str:
-    """Ask torch: there is no driver, it is too old, or torch is built without CUDA."""
+    """Return torch's reason: no driver, an old one, or torch built without CUDA."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
@@ -108,7 +108,7 @@ def _why_no_gpu() -> str:
 
 
 def _served_by(device: torch.device) -> str:
-    """Return a device's name and versions; and why slower kernels than Triton's serve it, if they do."""
+    """Return a device's name and versions, and why it uses slower kernels than Triton's, if it does."""
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
     versions = f"thinwire {__version__}, torch {torch.__version__}, Triton {limits.installed() or 'none'}"
@@ -132,20 +132,20 @@ def _tables(page: dict[str, list[Row]]) -> str:
 
 
 def _failures(context: CheckContext, console: Console) -> dict[str, int]:
-    """Return by check on how many processes it fails, the same on all. Collective."""
+    """Return for each check the number of processes on which it fails, the same on all. Collective."""
     fails = []
     with console.status("") as status:
-        # One after the other, in the same order on all: each check makes collectives.
+        # In the same order on all processes: each check makes collectives.
         for number, (name, run) in enumerate(CHECKS.items(), start=1):
             status.update(escape(f"check {number} of {len(CHECKS)}: {name}"))
             context.findings.clear()
             try:
                 run(context)
             except Exception as error:
-                # Any error: the checks to come are made all the same, so that the processes stay together.
+                # Any error: continue with the other checks, so that the processes stay together.
                 context.findings.append(f"{type(error).__name__}: {error}")
             for finding in context.findings:
-                # At once: if a later check hangs, this may be why.
+                # Print now: if a later check hangs, this may be why.
                 context.say(f"{name}: {finding}")
             fails.append(float(bool(context.findings)))
     # A check may fail on some processes only; all end with the same exit code.

@@ -1,4 +1,4 @@
-"""Functions that commands share: start and join a job, look before the work at what is written after it."""
+"""Functions shared by commands: start and join a job, check output files before the work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BACKEND = typer.Option(
 
 
 def run_here(processes: int | None) -> None:
-    """Run this command in this many processes, and exit as they do; return in one of them, and if None."""
+    """Run this command in `processes` and exit with their code; return in the processes, and if None."""
     if processes is None or is_in_local_job():
         return
     processes_here("processes", processes, minimum=1)
@@ -49,7 +49,7 @@ def run_here(processes: int | None) -> None:
 
 
 def exit_if_stopped(received: int | None) -> None:
-    """Say so and exit, as a shell tells it, if a signal has ended the processes."""
+    """If a signal has ended the processes, log it and exit with the shell's code for it."""
     if received is not None:
         stopped = f"thinwire: stopped by {signal.Signals(received).name}; every process has ended"
         print(f"{stopped}, the same command begins again", file=sys.stderr)
@@ -60,7 +60,7 @@ def exit_if_stopped(received: int | None) -> None:
 def joined_job(
     command: str, backend: str | None, *, timeout_seconds: float = 600.0
 ) -> Iterator[torch.device]:
-    """Join the job's default process group (of NCCL if there is a GPU, else Gloo), and yield the device."""
+    """Join the job's default process group (NCCL if there is a GPU, else Gloo), and yield the device."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         start = f"torchrun --nproc-per-node 2 --no-python thinwire {command}"
         raise ConfigError(
@@ -71,10 +71,10 @@ def joined_job(
     try:
         if backend != "gloo" and torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            # Before the group is made: NCCL takes the current device, and all would take the first.
+            # Before making the group: NCCL uses the current device, and all would use the first.
             torch.cuda.set_device(device)
         join_group(backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_seconds=timeout_seconds)
-    # torch raises any of these, by backend and by what is wrong.
+    # torch raises any of these, depending on the backend and the cause.
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"the process group of the job can't be joined: {error}") from error
     try:
@@ -84,7 +84,7 @@ def joined_job(
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Refuse, before the work, a file that can't be written after it; `option` named it, such as "--save"."""
+    """Raise before the work if a file can't be written after it; `option` is its name, such as "--save"."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         why = "it is a folder; give a file"
         if not path.is_dir():
@@ -93,7 +93,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def tell_without_numba() -> None:
-    """Say on stderr that figures of the CPU are not what they could be, if Numba is not installed."""
+    """Print on stderr that the CPU's figures could be better, if Numba is not installed."""
     if find_spec("numba") is None:
         print(
             "thinwire: Numba is not installed: few bits and low rank are slow on the CPU without it; "

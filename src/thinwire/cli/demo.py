@@ -1,4 +1,4 @@
-"""The `thinwire demo` command: it starts the training processes, follows their records, and compares them."""
+"""The `thinwire demo` command: start the training processes, follow their records, compare them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def demo(
 
     Example: `thinwire demo --steps 100 --algorithm exact --algorithm powersgd`
     """
-    # Checks everything, before anything starts.
+    # Checks everything before anything starts.
     options = DemoOptions(
         processes=processes,
         steps=steps,
@@ -60,7 +60,7 @@ def demo(
     output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     paths = run_algorithms(options, console)
-    # From the files, as the user can do again with other runs beside them.
+    # From the files, so that the user can repeat it, also with other runs.
     write_report(paths, page := output / "report.html")
     console.print(f"Compared at length: {page}")
     tell_without_numba()
@@ -72,10 +72,10 @@ def run_algorithms(options: DemoOptions, console: Console) -> list[Path]:
 
     paths = [options.record_path(name) for name in options.algorithms]
     for path in paths:
-        path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
+        path.unlink(missing_ok=True)  # a watch would continue an existing file, as after a resume
     log_path = Path(options.output, "processes.log")
     parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
-    # Before processes start, which takes seconds.
+    # Print before processes start, which takes seconds.
     console.print(
         f"Training a byte-level GPT of {parameters / 1e6:.1f} M parameters on Python's standard library: "
         f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}."

@@ -40,7 +40,7 @@ def lab(
 
     Each machine is a network namespace with its own address, and sends no faster than `--rate`. With latency,
     jitter or loss the link is measured first, and refused if it is more than a tenth from what you asked for.
-    Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
+    Each process has torchrun's environment variables (RANK, WORLD_SIZE, MASTER_ADDR …), and
     Gloo uses the slow link.
 
     Example: `thinwire lab --machines 4 --rate 100mbit --latency 20ms -- python train.py --epochs 1`
@@ -61,14 +61,14 @@ def lab(
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
     processes_here(name, network.processes, minimum=1)
     number("grace_seconds", grace_seconds, minimum=0)
-    # Before anything is made: a missing tool, or folder, should not be found half-way.
+    # First: a missing tool or folder should not be found half-way.
     check_machine()
     check_output("--report", report)
-    # Bytes: what processes print need not be text.
+    # Bytes: processes may print anything, not only text.
     output = Output(sys.stdout.buffer)
 
     def start(rank: int) -> Process:
-        # Unbuffered, lines come when they are printed.
+        # Unbuffered, to show lines as soon as they are printed.
         variables = {"PYTHONUNBUFFERED": "1", **network.environment(rank)}
         machine, local_rank = divmod(rank, processes_per_machine)
         prefix = f"machine {machine:>{len(str(machines - 1))}}"
@@ -88,17 +88,17 @@ def lab(
         if network.has_relay and machines > 1:
             print(f"thinwire lab: {network.check_link()}", file=sys.stderr)
         job.run()
-        # While the network stands: its counters go with it.
+        # Before the network is closed, and its counters with it.
         sent_bytes = [network.sent_bytes(machine) for machine in range(machines)]
     seconds = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
         outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(outcome) + "\n")
-    # If the output can't be written, `main` says so.
+    # If the output can't be written, `main` reports it.
     for machine, sent in enumerate(sent_bytes if output.error is None else []):
         first = machine * processes_per_machine
         took = max(seconds[first : first + processes_per_machine])
-        # To stderr: stdout is the processes' own, and may be parsed.
+        # To stderr: stdout belongs to the processes, and may be parsed.
         print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
-    # The processes' own, so that a script may ask the lab as it would ask torchrun.
+    # The processes' own exit code, as with torchrun.
     raise typer.Exit(job.exit_code)

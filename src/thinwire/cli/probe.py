@@ -46,10 +46,10 @@ def probe(
     Example: `thinwire lab --machines 2 --rate 100mbit -- thinwire probe`
     """
     counts = _counts(streams)
-    # Only on the process that writes: the other machines of a job need no such folder.
+    # Only on the process that writes: other machines of a job need no such folder.
     if os.environ.get("RANK", "0") == "0":
         check_output("--save", save)
-    # If this starts processes, as in `thinwire check`, it does not return.
+    # As in `thinwire check`, this does not return if it starts processes.
     run_here(processes)
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
@@ -61,7 +61,7 @@ def probe(
             probed = measure(budget_seconds=budget_seconds, device=device, progress=status.update)
         rates = compare_streams(counts, probed) if counts else {}
         if is_first:
-            # All hold the same result.
+            # All processes have the same result.
             print(probed.to_json()) if as_json else show(probed, Console())
             if rates:
                 Console(stderr=as_json).print(describe_streams(rates), highlight=False, soft_wrap=True)
@@ -82,7 +82,7 @@ def describe_streams(rates: Mapping[int, float]) -> str:
     """Return the rates by connections, and which setting to use."""
     by_count = ", ".join(f"{1e-6 * rate:,.0f} Mbit/s by {count}" for count, rate in rates.items())
     best = max(rates, key=lambda count: rates[count])
-    # The fewest that are about as good: each connection has a thread that works on it.
+    # The fewest that are about as good: each connection has a busy thread.
     fewest = min(count for count, rate in rates.items() if rate >= rates[best] / WORTH_A_CONNECTION)
     do = "one is enough"
     if fewest > 1:
@@ -92,7 +92,7 @@ def describe_streams(rates: Mapping[int, float]) -> str:
 
 
 def show(probed: Probe, console: Console) -> None:
-    """Print what was measured: a table with bars, then what follows from it."""
+    """Print the measurements as a table with bars, then the conclusions."""
     console.print(_table(probed))
     rate = probed.bytes_per_second
     lines = {
@@ -102,7 +102,7 @@ def show(probed: Probe, console: Console) -> None:
     if rate is not None:
         lines["bandwidth"] = f"{8e-6 * rate:,.0f} Mbit/s each process sends"
     for kind, factor in probed.wire_factors.items():
-        # Less may be other work of the machine.
+        # A smaller factor may be due to other work on the machine.
         if factor > SHOWN_FACTOR:
             slower = f"{factor:.1f} times as long as averaging, for as many bytes on the wire"
             lines[kind.replace("_", "-")] = f"takes {slower}"
@@ -121,7 +121,7 @@ def _table(probed: Probe) -> Table:
     table = Table(title=f"Averaging on {probed.world_size} processes, {probed.backend}, {probed.device}")
     for name in ("bytes", "ms, median", "spread", "times", "Mbit/s", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    # Counts what leaves each process, as on a ring: that is what its link carries.
+    # Count the bytes that each process sends, as in a ring: its link carries these.
     megabits = 8e-6 * ring_share(probed.world_size)
     rates = [megabits * timing.message_bytes / timing.median_seconds for timing in probed.timings]
     for timing, rate in zip(probed.timings, rates, strict=True):

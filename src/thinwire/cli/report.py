@@ -18,9 +18,9 @@ def report(
     runs: list[Path] = typer.Argument(metavar="RUN.jsonl…", help="Files that thinwire.Watch wrote."),
     output: Path = typer.Option(Path("report.html"), "--output", "-o", help="The page to write."),
 ) -> None:
-    """Write one page of HTML that compares runs, to open in a browser.
+    """Write an HTML page that compares runs, to open in a browser.
 
-    It has bytes and times in a table, loss and relative error as curves, and how each parameter travels.
+    It has a table of bytes and times, curves of loss and relative error, and how each parameter is sent.
 
     Example: `thinwire report exact.jsonl powersgd.jsonl -o report.html`
     """
@@ -30,13 +30,13 @@ def report(
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Read runs, up to their damage if there is any, which is printed, and write the page."""
+    """Read runs, each up to any damage, which is printed, and write the page."""
     if output.resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"{output} is one of the files to read; give a different --output")
     from thinwire.watch.report import report_page  # noqa: PLC0415 - slow to import, needed here alone
 
     runs = [read_run(path) for path in paths]
-    # The page first: a run without steps leaves an older file alone.
+    # Make the page first: a run without steps raises, and leaves an older file alone.
     output.write_text(report_page(runs), encoding="utf-8")
     for run in runs:
         if run.damage:

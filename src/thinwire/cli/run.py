@@ -46,17 +46,17 @@ def run(
 ) -> None:
     """Start members that come and go: a script with `thinwire.elastic`, several times on this machine.
 
-    Members find each other at a lighthouse. Without `--lighthouse` this command starts one, and ends it. A
-    member that dies is started again, and takes the model of the others. At Ctrl-C or SIGTERM all members
-    leave in order; a second one kills them. Each member's number on this machine, from 0, is in
-    THINWIRE_MEMBER, and its lines begin with that, such as [1].
+    Members find each other through a lighthouse. Without `--lighthouse` this command starts and ends one. A
+    member that dies is restarted, and gets the model of the others. On Ctrl-C or SIGTERM all members leave
+    cleanly; a second signal kills them. Each member's number on this machine, from 0, is in
+    THINWIRE_MEMBER, and its lines begin with it, such as [1].
 
     With `--processes-per-member 2` each member is two processes, as if torchrun had started them, and their
-    lines begin with [1.0] and [1.1]. If one of them dies, its member ends, and is started again as a whole.
+    lines begin with [1.0] and [1.1]. If one of them dies, its member ends, and is restarted as a whole.
 
-    The exit code is 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well;
-    else that of the first that died for good (128 + the signal that ended it). It is 1 if no member has asked
-    the lighthouse: an ordinary script trains as many models as there are members.
+    The exit code is 0 if no member died for good, or if at least `--min` (with `--lighthouse`: one) ended
+    well; otherwise that of the first that died for good (128 + the signal that ended it). It is 1 if no
+    member has asked the lighthouse: an ordinary script would train one model per member.
 
     Example: `thinwire run --min 2 --max 8 train.py --epochs 1`
     """
@@ -95,5 +95,5 @@ def run(
 
 
 def _say(line: str) -> None:
-    # To stderr: stdout is the members' own, and may be parsed.
+    # To stderr: stdout belongs to the members, and may be parsed.
     print(f"thinwire run: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The model and text of the demo: a small byte-level GPT, on Python's standard library; made to be read."""
+"""The demo's model and text: a small byte-level GPT on Python's standard library, written to be read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-HELDOUT_EVERY_FILES = 10  # whole files: windows of one file would be too alike to judge by
+HELDOUT_EVERY_FILES = 10  # whole files: windows of one file would be too similar to evaluate with
 
 
 class Text(NamedTuple):
-    """Bytes to train on and bytes to judge by, from different files, as flat uint8 tensors."""
+    """Bytes to train on and bytes to evaluate with, from different files, as flat uint8 tensors."""
 
     train: Tensor
     heldout: Tensor
@@ -30,14 +30,14 @@ class Text(NamedTuple):
 def load_text(
     folder: Path | None = None, *, max_train_bytes: int = 16_000_000, max_heldout_bytes: int = 2_000_000
 ) -> Text:
-    """Read the Python files of a folder that are text worth reading, split by file.
+    """Read the useful Python files of a folder, split by file.
 
-    By default the standard library: it lies on every machine that has Python, so nothing is downloaded, and
-    all processes read the same.
+    By default the standard library: every machine with Python has it, so nothing is downloaded, and all
+    processes read the same.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     paths = (path for path in folder.rglob("*.py"))
-    # Sorted: the order in which files are found is the file system's.
+    # Sorted: the order of found files depends on the file system.
     train = sorted(path for path in paths if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts[:-1]))
     heldout = train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
     if not heldout:
@@ -51,16 +51,16 @@ def _read(files: list[Path], max_bytes: int) -> Tensor:
     content = bytearray()
     for path in files:
         content += path.read_bytes()
-        # No more files than needed: reading is what the start of the demo takes.
+        # Read no more files than needed: reading takes most of the demo's start.
         if len(content) >= max_bytes:
             break
-    # From a bytearray: torch would warn of bytes, which can't be written.
+    # From a bytearray: torch would warn of read-only bytes.
     return torch.frombuffer(content[:max_bytes], dtype=torch.uint8)
 
 
 def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generator:
     """Return the generator of one process's batch in one step, the same one for every algorithm."""
-    # Seeded by a text, which Python hashes: sums such as seed + step would give two runs the same batches.
+    # Seeded with text, which Python hashes: sums such as seed + step would give different runs equal batches.
     mixed = random.Random(f"{seed}/{step}/{process_rank}").getrandbits(63)
     return torch.Generator().manual_seed(mixed)
 
@@ -76,7 +76,7 @@ def sample_batch(
 def fixed_batches(
     data: Tensor, *, batches: int, batch_size: int, context_length: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield windows spread evenly over a text, the same ones every time; as of `sample_batch`."""
+    """Yield windows spread evenly over a text, the same ones every time, as `sample_batch` does."""
     # In float64: float32 does not hold every position beyond 16 MB.
     starts = torch.linspace(0, data.numel() - context_length - 1, batches * batch_size, dtype=torch.float64)
     for chunk in starts.long().view(batches, batch_size):
@@ -84,14 +84,14 @@ def fixed_batches(
 
 
 def _windows(data: Tensor, starts: Tensor, context_length: int) -> tuple[Tensor, Tensor]:
-    # One byte more than the model sees: targets are the inputs, moved by one.
+    # One byte more than the model sees: targets are the inputs shifted by one.
     window = data[starts[:, None] + torch.arange(context_length + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The size of a model: `width` numbers stand for a byte between blocks; `heads` share them evenly."""
+    """The size of a model: `width` numbers represent a byte between blocks; `heads` share them evenly."""
 
     layers: int
     heads: int
@@ -123,7 +123,7 @@ class GPT(nn.Module):
         )
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        # As GPT-2: each block adds twice to the residual stream, so its last layers start smaller.
+        # As in GPT-2: each block adds to the residual stream twice, so its last layers start smaller.
         for name, parameter in self.named_parameters():
             is_last = name.endswith(("out_proj.weight", "linear2.weight"))
             if parameter.dim() > 1:

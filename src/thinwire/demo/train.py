@@ -38,14 +38,14 @@ from thinwire.launch import join_group, leave_group, python_module
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
-MAX_GRADIENT_NORM = 1.0  # without it, the first steps overshoot, and training ends 0.4 worse
+MAX_GRADIENT_NORM = 1.0  # without it, the first steps overshoot, and the final loss is 0.4 higher
 TIMEOUT_SECONDS = 1800.0  # of a collective: others wait while the first process measures the held-out loss
-LINES = 10  # that are printed in a training
+LINES = 10  # printed per training
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """The settings of a run, checked before anything starts; `thinwire demo --help` says what each is."""
+    """The settings of a run, checked before anything starts; `thinwire demo --help` explains them."""
 
     processes: int = 2
     steps: int = 250
@@ -65,7 +65,7 @@ class DemoOptions:
         for name in self.algorithms:
             if self.algorithms.count(name) > 1:
                 raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
-            self.algorithm(name)  # its settings are refused here
+            self.algorithm(name)  # raises if its settings are wrong
 
     def algorithm(self, name: str) -> Algorithm:
         if name not in ALGORITHMS:
@@ -81,7 +81,7 @@ class DemoOptions:
 
 
 def train(options: DemoOptions, algorithm: str, text: Text) -> None:
-    """Train a new model; process 0 records every step, and at the last one the held-out loss."""
+    """Train a new model; process 0 records every step, and the held-out loss at the last one."""
     torch.manual_seed(options.seed)  # before the model: every algorithm starts from the same one
     model = GPT(SIZES[options.model_size])
     ddp_model = DistributedDataParallel(model)
@@ -101,28 +101,28 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
         batch = sample_batch(text.train, batch_size=BATCH_SIZE, context_length=length, generator=generator)
         loss = next_byte_loss(ddp_model, *batch)
         torch.autograd.backward(loss)
-        # After the averaging: the means are the same on all processes, and so is what is cut.
+        # After averaging: the means are the same on all processes, and so is the clipping.
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         if watch is not None:
             watch.log(loss=loss.item())
             if step % max(1, options.steps // LINES) == 0 or step == options.steps:
                 speed = step / (time.monotonic() - start)
-                # If no one reads it, the table at the end meets that as well.
+                # Ignore a closed stdout: printing the table at the end will report it.
                 with suppress(OSError):
                     line = f"{algorithm:>10}  step {step}/{options.steps}  loss {loss.item():.3f}"
                     print(f"{line}  {speed:.1f} steps/s", flush=True)
     if watch is not None:
-        # All hold the same model, so one measures; the others wait for it in the next training.
+        # All have the same model, so one process measures; the others wait for it in the next training.
         watch.log(heldout_loss=heldout_loss(model, text.heldout))
         watch.close()
 
 
 @record
 def main() -> None:
-    """Train as the first argument asks: a process of a job."""
+    """Train with the options in the first argument, as a process of a job."""
     options, text = DemoOptions(**json.loads(sys.argv[1])), load_text()
-    # They share the cores of one machine, and would else start a thread for every core each.
+    # Processes share the cores of one machine; each would otherwise start a thread for every core.
     torch.set_num_threads(max(1, cores() // options.processes))
     join_group("gloo", timeout_seconds=TIMEOUT_SECONDS)
     for algorithm in options.algorithms:
@@ -132,5 +132,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # All is written and the group is gone; interpreter teardown now and then aborts in a native thread.
+    # Everything is written and the group is destroyed; interpreter teardown sometimes aborts in a thread.
     os._exit(0)

@@ -196,7 +196,7 @@ def averaged(
 def _in_8_bits(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, scaled_elements: int | None
 ) -> Future[torch.Tensor]:
-    """Gather once for each bucket: scales travel with codes, so no future's callback issues a collective."""
+    """Gather once for each bucket: scales are sent with codes, so no future's callback needs a collective."""
     if isinstance(process_group, MachinesState):
         raise ConfigError(
             "torch's 8-bit hooks gather from each process, so they take no MachinesState; "

@@ -1,19 +1,19 @@
-"""Shells around other frameworks; each needs its own optional package."""
+"""Integrations with other frameworks; each needs its own optional package."""
 
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-# The warning of all of them about a checkpoint.
+# The warning that all of them give about a checkpoint.
 SAVED_WITHOUT = (
     "%s was saved without Thinwire: training goes on from it, with nothing remembered of the steps before"
 )
 
-# `thinwire` itself does the same.
+# Lazy, as in `thinwire` itself.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
-        """Import a shell when it is first named."""
+        """Import an integration when it is first used."""
         if name in ("accelerate", "lightning", "transformers"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

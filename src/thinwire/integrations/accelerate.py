@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: the handler it takes, with Thinwire behind it.
+"""Hugging Face Accelerate: its DDP handler, with Thinwire behind it.
 
 Change two imports, and leave the rest of the script as it is:
 
@@ -64,12 +64,12 @@ CASTS: dict[object, WireDtype] = {Hook.FP16: "fp16", Hook.BF16: "bf16"}
 
 
 class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # accelerate is untyped
-    """Accelerate's own, whose replicas are left to Thinwire: FSDP2 shards over the dimension of the shards.
+    """Accelerate's own class, but it leaves replicas to Thinwire: FSDP2 gets only the shard dimension.
 
     Accelerate gives FSDP2 both dimensions, so that PyTorch averages whole gradients between replicas. With
-    this one replicas are not averaged until you attach what was prepared, with
-    `replicas=accelerator.torch_device_mesh["dp_replicate"]` (docs/sharded-frameworks.md). It takes what
-    Accelerate's own takes.
+    this class replicas are not averaged until you attach the prepared model, with
+    `replicas=accelerator.torch_device_mesh["dp_replicate"]` (docs/sharded-frameworks.md). It takes the
+    arguments of Accelerate's class.
 
     Raises:
         MissingExtraError: Accelerate is older than 1.15.
@@ -80,7 +80,7 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
     """
 
     def __new__(cls, *args: Any, **settings: Any) -> ParallelismConfig:
-        """Refuse an Accelerate whose FSDP2 was not tried with it."""
+        """Refuse versions of Accelerate with which this is not tested."""
         if Version(accelerate.__version__).release < (1, 15):
             raise MissingExtraError(
                 f"ParallelismConfig needs accelerate 1.15 or later, and this is {accelerate.__version__}; "
@@ -95,7 +95,7 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
 
 
 class _FoundAsStock(type):
-    """Lets a class be found where Accelerate looks up its own: in a dictionary that knows no subclasses."""
+    """Makes a class equal to Accelerate's own as a dictionary key, where a subclass would not be found."""
 
     def __eq__(cls, other: object) -> bool:
         return cls is other or other is StockKwargs
@@ -106,39 +106,39 @@ class _FoundAsStock(type):
 
 @dataclass
 class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # type: ignore[misc] # untyped
-    """Accelerate's handler of the same name; models it prepares are attached to Thinwire.
+    """Accelerate's handler of the same name; models prepared with it are attached to Thinwire.
 
-    Attaching knows the parameters' names and the Accelerator's `GradScaler`, and registers what is
-    remembered with the Accelerator: `save_state` and `load_state` take it along. One handler serves
-    one Accelerator and any number of models. In a run of one process there is nothing to attach.
+    It uses the parameters' names and the Accelerator's `GradScaler`, and registers Thinwire's state with the
+    Accelerator: `save_state` and `load_state` include it. One handler serves one Accelerator and any number
+    of models. In a run of one process there is nothing to attach.
 
     Args:
-        comm_hook: What averages gradients. NO leaves it to DDP. (What is not described here is DDP's own.)
-        comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD travel in 16 bits.
-            Those of the hooks FP16 and BF16 do so anyway, as these say.
-        comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, by the names of
-            `thinwire.hooks.PowerSGDState`, with its defaults, `host_check` and `on_nonfinite` too; and
-            `machines` as of `thinwire.attach`, True by default. Note that compression starts after
-            `start_powerSGD_iter` = 1 000 steps.
+        comm_hook: The hook that averages gradients. NO leaves it to DDP. (Other arguments are DDP's own.)
+        comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD are sent in 16 bits.
+            The hooks FP16 and BF16 do so anyway.
+        comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, with the names and defaults of
+            `thinwire.hooks.PowerSGDState`, including `host_check` and `on_nonfinite`; and `machines` as in
+            `thinwire.attach`, True by default. Note that compression starts after `start_powerSGD_iter` =
+            1 000 steps.
 
     Attributes:
-        strict: Whether a state must be of just the parameters that are trained now; may be set to False.
+        strict: Whether a state must have exactly the parameters trained now; may be set to False.
 
     Raises:
         ConfigError: An unknown hook, wrapper or setting, or one that would have no effect.
     """
 
     def __post_init__(self) -> None:
-        # Made to be checked: a bad setting is an error here, and not when the model is prepared.
+        # Only to check: a bad setting raises now, not when the model is prepared.
         _algorithm_of(self.comm_hook, self.comm_wrapper, self.comm_state_option)
         self.strict = True
-        # Kept by the user's module, which the Accelerator holds until it is asked to free it.
+        # Keyed by the user's module, which the Accelerator holds until it is told to free it.
         self._syncs: WeakKeyDictionary[torch.nn.Module, GradientSync] = WeakKeyDictionary()
         self._accelerator: Accelerator | None = None
         self._index = 0  # among the objects that the Accelerator saves
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As of Accelerate's own handler, which copies all attributes: others than its hold models here."""
+        """Return Accelerate's own settings only: it would copy all attributes, and ours hold models."""
         settings = {setting.name: getattr(self, setting.name) for setting in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -165,19 +165,19 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         """Attach a model; Accelerate calls it while it prepares the model.
 
         Raises:
-            AttachError: Not called by the Accelerator that has this handler, or the model can't be attached.
-            ConfigError: The handler is used by two Accelerators, or its settings were changed to bad ones.
+            AttachError: Not called by this handler's Accelerator, or the model can't be attached.
+            ConfigError: The handler is used by two Accelerators, or its settings are no longer valid.
         """
         algorithm = _algorithm_of(self.comm_hook, self.comm_wrapper, self.comm_state_option)
         if algorithm is None:
             return
-        # Models, and Accelerators, that were dropped are gone from here on, on every process alike.
+        # Free dropped models and Accelerators now, at the same point on every process.
         gc.collect()
         accelerator = self._find_accelerator()
-        # The scaler is the Accelerator's.
+        # The scaler comes from the Accelerator.
         steps = {n: v for n, v in self.comm_state_option.items() if n in StepOptions.__annotations__}
         self._syncs[model.module] = attach(model, algorithm, grad_scaler=accelerator.scaler, **steps)
-        # Once, however many models: it saves what is registered in this order, and so loads it.
+        # Register once for all models: the Accelerator saves and loads registered objects in order.
         if self._accelerator is None:
             self._accelerator, self._index = accelerator, len(accelerator._custom_objects)
             accelerator.register_for_checkpointing(self)
@@ -185,20 +185,20 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
             accelerator.register_load_state_pre_hook(lambda _, folder: self._prepare_to_load(Path(folder)))
 
     def _find_accelerator(self) -> Accelerator:
-        """Return the Accelerator that has this handler, which is given the model only."""
+        """Return this handler's Accelerator: the handler gets only the model."""
         accelerators = [candidate for candidate in living(Accelerator) if candidate.ddp_handler is self]
         if not accelerators:
             raise AttachError(
                 "register_comm_hook is called by accelerator.prepare(model), of an Accelerator that has this "
                 "handler; for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
             )
-        # The models of one would be saved with the checkpoints of the other.
+        # One Accelerator's models would be saved with the other's checkpoints.
         if len(accelerators) > 1:
             raise ConfigError("this handler is used by a different Accelerator already; make one for each")
         return accelerators[0]
 
     def _be_registered(self) -> list[Any]:
-        """Be among the objects that the Accelerator saves and loads, which are returned."""
+        """Register this object to be saved and loaded by the Accelerator; return all such objects."""
         assert self._accelerator is not None
         objects: list[Any] = self._accelerator._custom_objects
         if not any(registered is self for registered in objects):  # after `_prepare_to_load`
@@ -206,13 +206,13 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         return objects
 
     def _prepare_to_load(self, folder: Path) -> None:
-        """Stand back if a checkpoint was saved without this handler: Accelerate counts its files."""
+        """Unregister if a checkpoint was saved without this handler: Accelerate counts its files."""
         objects = self._be_registered()
         if len(list(folder.glob("custom_checkpoint_*.pkl"))) != len(objects) - 1:
             return
         try:
             saved = torch.load(folder / f"custom_checkpoint_{self._index}.pkl", weights_only=True, mmap=True)
-        except (OSError, RuntimeError, UnpicklingError):  # there is none, or it is of an object of the user's
+        except (OSError, RuntimeError, UnpicklingError):  # no such file, or it is a user object's
             saved = None
         if not isinstance(saved, Mapping) or saved.keys() != {"models"}:
             logger.warning(SAVED_WITHOUT, folder)
@@ -223,15 +223,15 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
         See `GradientSync.state_dict`.
         """
-        # When a model is freed differs between processes, and each model's state is collective.
+        # Each model's state is collective, but processes may free dropped models at different times.
         gc.collect()
         return {"models": [sync.state_dict() for sync in self.syncs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; Accelerate calls it. See `GradientSync.load_state_dict`.
+        """Load a saved state; Accelerate calls it. See `GradientSync.load_state_dict`.
 
         Raises:
-            StateError: It is not such a state, or of other models.
+            StateError: It is not such a state, or is from other models.
         """
         models = state.get("models") if isinstance(state, Mapping) else None
         if not isinstance(models, list) or len(models) != len(self._syncs):
@@ -240,7 +240,7 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
                 f"expected a handler's state of {len(self._syncs)} models, got {got}; prepare the same "
                 "models and register your own objects in the same order as when it was saved"
             )
-        # Check all before one is loaded, so that all are loaded or none.
+        # Check all before loading any, so that all are loaded or none.
         for sync, saved in zip(self.syncs, models, strict=True):
             engine_of(sync).check_state_dict(saved, strict=self.strict)
         for sync, saved in zip(self.syncs, models, strict=True):
@@ -253,12 +253,12 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
         ("comm_hook", hook, (Hook.NO, *CASTS, *LOW_RANK)),
         ("comm_wrapper", wrapper, (Hook.NO, *CASTS)),
     ):
-        # `got in valid` would fail if what was got can't be compared.
+        # `got in valid` would raise if `got` can't be compared.
         if not isinstance(got, Hook) or got not in valid:
             names = ", ".join(member.name for member in valid)
             raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")
     if hook in LOW_RANK:
-        # The state has torch's names and defaults, and checks values. The Accelerator has group and scaler.
+        # The state has torch's names and defaults, and checks values. Group and scaler come from Accelerate.
         try:
             state = PowerSGDState(process_group=None, grad_scaler=None, **options)
         except TypeError as error:

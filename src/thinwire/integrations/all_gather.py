@@ -1,4 +1,4 @@
-"""A gather that gradients flow through."""
+"""A differentiable all-gather."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from thinwire.errors import ConfigError
 
 
 class AllGatherGrad(torch.autograd.Function):
-    """Gather a tensor from every process and stack them; gradients flow back to where each came from.
+    """Gather a tensor from every process and stack them; gradients flow back to the processes.
 
-    `AllGatherGrad.apply(tensor, group=None)`, as in Lightning; `all_gather_grad` says more.
+    `AllGatherGrad.apply(tensor, group=None)`, as in Lightning; see `all_gather_grad`.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Return shape (processes, *shape). Collective."""
-        # Kept for the backward pass, which is not given the group.
+        # Kept for the backward pass, which does not get the group.
         ctx.transport = ProcessGroupTransport(group, tensor.device)
         return gather_stacked(tensor, ctx.transport)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Sum what all contributed to one's own slice. Collective."""
-        # Each process gets its own slice only: half the bytes of a sum of everything, which all would get.
+        """Sum all processes' gradients of this process's slice. Collective."""
+        # Each process gets only its own slice: half the bytes of an all-reduce of everything.
         parts = gradients[0].contiguous()
         received = torch.empty_like(parts)
         rows = (ctx.transport.size, parts[0].numel())
@@ -38,7 +38,7 @@ class AllGatherGrad(torch.autograd.Function):
 
 
 def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Gather tensors of one shape and type from all processes, and stack them by rank, differentiably.
+    """Gather tensors of one shape and dtype from all processes, and stack them by rank, differentiably.
 
     Collective, as is the backward pass: the gradient of a process's tensor is the sum of what all processes'
     losses contribute to its slice.
@@ -50,13 +50,13 @@ def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     Returns:
         Shape (processes, *tensor.shape).
 
-    Cost: a gather of 18 integers to compare shapes, one of the tensor; in the backward pass an
-    exchange in which each process sends every other one the slice that is its tensor's.
+    Cost: a gather of 18 integers to compare shapes, and one of the tensor; in the backward pass an
+    all-to-all in which each process sends every other one the gradient of its slice.
 
     Raises:
         AttachError: No process group, or one this process is not in.
-        CommunicationError: The processes brought different shapes or types; raised on all of them.
-        ConfigError: `tensor` is none.
+        CommunicationError: The processes passed different shapes or dtypes; raised on all of them.
+        ConfigError: `tensor` is not a tensor.
 
     Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)  # in a process group of one

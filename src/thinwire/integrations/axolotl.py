@@ -26,11 +26,11 @@ __all__ = ["ThinwireArgs", "ThinwirePlugin"]
 
 
 class ThinwireArgs(BaseModel):
-    """The plugin's settings in axolotl's file; exactly one of both.
+    """The plugin's settings in axolotl's file; give exactly one of the two.
 
     Attributes:
-        thinwire_bits: How many bits a gradient's number is sent in; as `thinwire.Quantize(bits=…)`.
-        thinwire_algorithm: As it is written in Python, such as `PowerSGD(matrix_rank=4)`; or `auto()`.
+        thinwire_bits: Bits per gradient element, as in `thinwire.Quantize(bits=…)`.
+        thinwire_algorithm: As written in Python, such as `PowerSGD(matrix_rank=4)`; or `auto()`.
     """
 
     thinwire_bits: int | None = None

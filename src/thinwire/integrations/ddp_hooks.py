@@ -1,4 +1,4 @@
-"""DDP's communication hooks, as Lightning's options give them: checked together, then registered."""
+"""DDP's communication hooks as given by Lightning's options: checked together, then registered."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def register_ddp_comm_hook(
     ddp_comm_hook: Callable[..., Any] | None = None,
     ddp_comm_wrapper: Callable[..., Any] | None = None,
 ) -> None:
-    """Register a communication hook on a DDP model, wrapped if asked; nothing without a hook.
+    """Register a communication hook on a DDP model, wrapped if a wrapper is given; nothing without a hook.
 
     Args:
         model: The DDP model, on any device.
-        ddp_comm_state: What the hook wants: a `PowerSGDState` for `powerSGD_hook` and its batched variant,
-            a `PostLocalSGDState` for `post_localSGD_hook` (which leaves averaging the models to you), a
-            process group, None, or (but for 8 bits) a `MachinesState` for hooks without memory.
+        ddp_comm_state: The hook's state: a `PowerSGDState` for `powerSGD_hook` and its batched variant; a
+            `PostLocalSGDState` for `post_localSGD_hook` (which leaves averaging the models to you); a
+            process group, None, or (except with 8 bits) a `MachinesState` for hooks without memory.
         ddp_comm_hook: One of `thinwire.hooks`, or any other.
-        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or other.
+        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or another.
 
     Raises:
         AttachError: Not a DDP model, or it has a hook already.
-        ConfigError: A state or wrapper without a hook, or a wrapper around what is no hook. (A state of the
-            wrong kind shows in the first step.)
+        ConfigError: A state or wrapper without a hook, or a wrapper of something else. (A state of the wrong
+            kind raises in the first step.)
     """
     hook = checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
     if hook is not None:
@@ -52,7 +52,7 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
         raise ConfigError(f"ddp_comm_hook must be a hook, {SUCH_AS}, got {hook!r}")
     if wrapper is None:
         return hook
-    # A wrapper is only known to be one by what it returns.
+    # Only its result shows whether it is a wrapper.
     wrapped = wrapper(hook) if callable(wrapper) else None
     if not callable(wrapped):
         raise ConfigError(
@@ -63,8 +63,8 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
 
 
 def check_period(state: object, period: object) -> None:
-    """Refuse `post_localSGD_hook` without `model_averaging_period`, and that without the hook."""
-    # With torch's own state, too: Lightning averages models with either.
+    """Refuse `post_localSGD_hook` without `model_averaging_period`, and the period without the hook."""
+    # Also with torch's own state: Lightning averages models with either.
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:
         raise ConfigError(

@@ -51,7 +51,7 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
-    # The same package under its older name. With both installed, Trainers of the two don't mix.
+    # The same package under its older name. If both are installed, Trainers of the two don't mix.
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.accelerators import Accelerator  # type: ignore[assignment]
@@ -80,36 +80,36 @@ Remembering: TypeAlias = "GradientSync | PowerSGDState | ModelAverager"
 
 
 class ThinwireStrategy(DDPStrategy):
-    """DDP with Thinwire's averaging, on CPUs and GPUs alike; `strategy="thinwire"` is this with PowerSGD().
+    """DDP with Thinwire's averaging, on CPUs and GPUs; `strategy="thinwire"` is this with PowerSGD().
 
-    Takes what `DDPStrategy` takes, by position and by name, and an algorithm; or in its place a hook (see
-    `register_ddp_comm_hook`), which `DDPStrategy` ignores silently on CPUs. With `post_localSGD_hook` models
+    Takes the arguments of `DDPStrategy`, by position or by name, and an algorithm; or instead a hook (see
+    `register_ddp_comm_hook`), which `DDPStrategy` silently ignores on CPUs. With `post_localSGD_hook`, models
     are averaged every `model_averaging_period` steps after the state's `start_localSGD_iter`, by torch's
-    `PeriodicModelAverager`. docs/lightning.md says more.
+    `PeriodicModelAverager`. See docs/lightning.md.
 
     On GPUs Lightning builds DDP on one stream and trains on a second one. Torch warns of that
     ("AccumulateGrad node's stream does not match"): it is harmless.
 
     Args:
-        positional: The algorithm first, if it is given so; then `DDPStrategy`'s.
+        positional: Optionally the algorithm; then the arguments of `DDPStrategy`.
         algorithm: How gradients become their mean; `thinwire.PowerSGD()` if neither it nor a hook is given.
-            Or what makes a `thinwire.LocalSGD` around the training of a module with one optimizer, such as
-            `functools.partial(thinwire.DiLoCo, every_steps=30)`, called as
+            Or a function that makes a `thinwire.LocalSGD` around the training of a module with one optimizer,
+            such as `functools.partial(thinwire.DiLoCo, every_steps=30)`, called as
             `make(model, optimizer, grad_scaler=…)`. Or `thinwire.auto`, alone or in a partial. Or text:
             "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
         host_check: With an algorithm: see `thinwire.attach`, whose `grad_scaler` is the Trainer's own.
         on_nonfinite: With an algorithm: see `thinwire.attach`.
         machines: With an algorithm: see `thinwire.attach`.
-        options: `DDPStrategy`'s own, and DDP's.
+        options: Those of `DDPStrategy` and of DDP.
 
     Attributes:
         algorithm: As given; None with a hook.
         local: The `LocalSGD` around the training, if the algorithm makes one, once the model is wrapped.
-        auto: What chooses, if the algorithm is `thinwire.auto`, likewise; printing it tells why.
+        auto: The `Auto` that chooses, if the algorithm is `thinwire.auto`; printing it shows why.
 
     Raises:
-        ConfigError: Settings that exclude each other or would have no effect, or that neither `DDPStrategy`
-            nor DDP has.
+        ConfigError: Settings that exclude each other, would have no effect, or are unknown to `DDPStrategy`
+            and DDP.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class ThinwireStrategy(DDPStrategy):
         if positional and algorithm is None and not isinstance(positional[0], Accelerator | None):
             algorithm, positional = positional[0], positional[1:]
         averaging = None if algorithm is None else checked_averaging(algorithm)
-        # By DDPStrategy's names, whether given by position or by name.
+        # Arguments by DDPStrategy's names, whether given by position or by name.
         arguments = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
-        # DDP itself would refuse it when the job has started; and an algorithm's setting is easily put here.
+        # DDP itself would raise only after the job has started; an algorithm's setting is easily put here.
         of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
         unknown = [name for name in arguments.get("kwargs", {}) if name not in of_ddp]
         if unknown:
@@ -147,17 +147,17 @@ class ThinwireStrategy(DDPStrategy):
         super().__init__(*positional, **options)
         self.local: ModelAverager | None = None
         self.auto: Auto | None = None
-        # Enters `local`, which is made before a checkpoint is restored, and outlives the training.
+        # Enters `local`, which is made before a checkpoint is restored and outlives the training.
         self._averages: _AveragesModels | None = None
         self._sync: GradientSync | None = None
         self._module: torch.nn.Module | None = None
 
     @property
     def sync(self) -> GradientSync:
-        """The handle: plan, statistics, state, and switching the algorithm.
+        """The handle: it has the plan, statistics and state, and can switch the algorithm.
 
         Raises:
-            AttachError: Training has not begun, or a hook was given in place of an algorithm.
+            AttachError: Training has not begun, or a hook was given instead of an algorithm.
         """
         return attached(
             self._sync,
@@ -175,7 +175,7 @@ class ThinwireStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
-        # None meanwhile: if the model can't be attached, the old handle must not be taken for the new one.
+        # None for now: if the model can't be attached, the old handle must not be mistaken for a new one.
         before, self._sync = self._sync, None
         self.local, self.auto, self._averages = None, None, None
         super().setup(trainer)
@@ -183,7 +183,7 @@ class ThinwireStrategy(DDPStrategy):
         if isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
             assert self._model_averager is not None
-            # A second fit makes a new one, which would begin its warm-up again.
+            # A second fit makes a new averager, which would start its warm-up again.
             self._model_averager.step = self._ddp_comm_state.iter
         if self.algorithm is None:
             return
@@ -202,7 +202,7 @@ class ThinwireStrategy(DDPStrategy):
         else:
             self._make_local()
             return
-        # The same module's next fit goes on with what is remembered of the last one.
+        # The same module's next fit continues with the state of the last one.
         if before is not None and self._module is self.model.module:
             # Some parameters may have been frozen since the last fit.
             self._sync.load_state_dict(before.state_dict(), strict=False)
@@ -214,7 +214,7 @@ class ThinwireStrategy(DDPStrategy):
         self._sync = self.local.sync
 
     def on_train_start(self) -> None:
-        # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
+        # Not in setup, because a checkpoint's states, ours and the optimizer's, are loaded after it.
         super().on_train_start()
         if self.local is None:
             return
@@ -225,11 +225,11 @@ class ThinwireStrategy(DDPStrategy):
         self._averages.begin(self.lightning_module.trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, of the averaged model. Collective in training, as checkpoints are.
+        """Return the averaged model's state. Collective in training, as checkpoints are.
 
-        But what is saved when an exception has ended the training is this process's own model.
+        If an exception has ended the training, the state of this process's own model is returned.
         """
-        # Lightning calls it on every process, and only then takes the callbacks' own states.
+        # Lightning calls it on every process, before it collects the callbacks' states.
         if self._averages is not None:
             self._averages.average()
         return super().lightning_module_state_dict()
@@ -247,20 +247,20 @@ class _AveragesModels(Callback):
     def __init__(self, local: ModelAverager) -> None:
         self._local, self._is_open = local, False
 
-    def begin(self, trainer: Any) -> None:  # whose callbacks are not declared
-        """Enter: all processes take the first one's model, unless a state was loaded. Collective."""
+    def begin(self, trainer: Any) -> None:  # a Trainer does not declare its callbacks
+        """Enter: all processes get the first one's model, unless a state was loaded. Collective."""
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise ConfigError(
                 "StochasticWeightAveraging averages each process's own model as epochs end, so they would "
                 "end with different ones; use WeightAveraging after averagings instead (docs/lightning.md)"
             )
-        # First of all: at the end others load the best model, or a moving average.
+        # First in the list: other callbacks load the best model or a moving average at the end.
         trainer.callbacks = [self, *trainer.callbacks]
         self._local.__enter__()
         self._is_open = True
 
     def average(self) -> None:
-        """Average the models. Collective in training; before and after it there is one model anyway."""
+        """Average the models. Collective in training; before and after it, models are equal anyway."""
         if self._is_open:
             self._local.average()
 
@@ -271,7 +271,7 @@ class _AveragesModels(Callback):
         self._end(trainer, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # Nothing is sent: other processes may be anywhere. Callbacks that save now do so after this.
+        # Nothing is sent: other processes may be anywhere. Callbacks that save now run after this one.
         self._end(trainer, type(exception))
 
     def _end(self, trainer: Any, kind: type[BaseException] | None) -> None:
@@ -282,19 +282,19 @@ class _AveragesModels(Callback):
 
 
 class ThinwireCallback(Callback):
-    """Logs statistics through the Trainer's loggers, and keeps the memory in the Trainer's checkpoints.
+    """Logs statistics through the Trainer's loggers, and keeps Thinwire's state in the Trainer's checkpoints.
 
-    Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_nonfinite_steps`
-    and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
-    record, see `thinwire.watch.MetricsWriter`. A checkpoint may be resumed on any number of processes; with
-    other trainable parameters it needs the module's `strict_loading = False`. docs/lightning.md says more.
+    It logs `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_nonfinite_steps`
+    and `thinwire/total_waiting_seconds` of process 0 since the start of training; for figures of each
+    record, see `thinwire.watch.MetricsWriter`. A checkpoint can be resumed on any number of processes; with
+    other trainable parameters it needs the module's `strict_loading = False`. See docs/lightning.md.
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
-        elastic: What makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
-            every_steps=30)`, in a Trainer of one process without a `ThinwireStrategy`. It stops once the
-            members have made `max_steps`; `local` is the member. `fit()` raises `LeftError` when it was asked
-            to leave.
+        elastic: A function that makes an elastic member, such as `functools.partial(thinwire.elastic.DiLoCo,
+            every_steps=30)`, for a Trainer of one process without a `ThinwireStrategy`. Training stops after
+            the members have made `max_steps`; `local` is the member. `fit()` raises `LeftError` if it was
+            asked to leave.
 
     Raises:
         ConfigError: `log_every_n_steps` is not a whole number of at least 1, or (when training begins)
@@ -335,7 +335,7 @@ class ThinwireCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
+        # The model is wrapped, and has made no step; a LocalSGD is entered only after this.
         if self._make is None and self._loaded is not None:
             remembering = _remembering(trainer)
             options = {} if isinstance(remembering, ModelAverager) else {"strict": pl_module.strict_loading}
@@ -362,10 +362,10 @@ class ThinwireCallback(Callback):
         self.local = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        # A member that joins takes over the others' count, which is not its Trainer's.
+        # A joining member gets the others' step count, which differs from its Trainer's.
         if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
             trainer.should_stop = True
-        # With accumulated gradients several batches have the same step.
+        # With gradient accumulation, several batches have the same step.
         step = trainer.global_step
         if step == self._logged_step or step % self._log_every_n_steps:
             return
@@ -378,10 +378,10 @@ class ThinwireCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         remembering = self.local or (_remembering(trainer) if self._make is None else None)
-        # Before training there is nothing: a learning-rate finder saves then.
+        # Before training there is no state: a learning-rate finder saves then.
         if remembering is None or (isinstance(remembering, ModelAverager) and not remembering.has_state):
             return
-        # Lightning has averaged models for the module's state just before: both are of one moment.
+        # Lightning has just averaged models for the module's state, so both states belong together.
         checkpoint[CHECKPOINT_KEY] = remembering.state_dict()
         if self.local is not None and "state_dict" in checkpoint:  # a member averages only now
             checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
@@ -395,7 +395,7 @@ class ThinwireCallback(Callback):
 
 
 def _scaler_of(owner: Trainer | ThinwireStrategy) -> GradScaler | None:
-    """Return the scaler of 16-bit mixed precision; the plugins of others have none."""
+    """Return the scaler of 16-bit mixed precision; other precision plugins have none."""
     return getattr(owner.precision_plugin, "scaler", None)
 
 
@@ -403,6 +403,6 @@ def _remembering(trainer: Trainer) -> Remembering:
     return cast(ThinwireStrategy, trainer.strategy).remembering
 
 
-# Importing this module is what makes the name known; the registry refuses a second time.
+# Importing this module registers the name; the registry refuses to register twice.
 if "thinwire" not in StrategyRegistry:
     StrategyRegistry.register("thinwire", ThinwireStrategy, description="DDP with PowerSGD, by Thinwire")

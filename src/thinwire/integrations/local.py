@@ -1,4 +1,4 @@
-"""Alternatives to an algorithm for a framework's training loop: averaged models, or a choice."""
+"""Alternatives to an algorithm in a framework's training loop: averaged models, or `auto`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from thinwire.sync.settings import StepOptions
 from thinwire.torch_private import takes_step_hooks
 
 A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
-# Such as that, the same of thinwire.elastic, or thinwire.auto.
+# Such as `thinwire.LocalSGD` or `DiLoCo`, the same from thinwire.elastic, or thinwire.auto.
 Makes: TypeAlias = "Callable[..., ModelAverager] | Callable[..., Auto]"
 
 
 def checked_averaging(averaging: object) -> Algorithm | Makes:
-    """Return how a framework's runs are averaged, which may be given as text."""
+    """Return how a framework's runs are averaged; it may be given as text."""
     if isinstance(averaging, str):
         return averaging_of(averaging)
-    # An algorithm's class can be called, too, and is a mistake.
+    # An algorithm's class is callable, too, but is a mistake.
     is_class = isinstance(averaging, type) and not issubclass(averaging, ModelAverager)
     if not isinstance(averaging, Algorithm) and (is_class or not callable(averaging)):
         raise ConfigError(
@@ -43,7 +43,7 @@ def checked_averaging(averaging: object) -> Algorithm | Makes:
 
 
 def checked_steps(steps: StepOptions, *, take_effect: bool) -> StepOptions:
-    """Return the settings to give `thinwire.attach`, if it is called: those that are not its defaults."""
+    """Return the settings for `thinwire.attach`, if it is called: those that are not its defaults."""
     of_steps: dict[str, Any] = {name: value for name, value in steps.items() if name != "machines"}
     Settings.of(**of_steps)  # only to be checked
     defaults = {"host_check": "auto", "on_nonfinite": "nan", "machines": True}
@@ -60,7 +60,7 @@ def makes_auto(averaging: object) -> TypeGuard[Callable[..., Auto]]:
 
 
 def makes_elastic(averaging: object) -> bool:
-    """Return whether it makes a member that comes and goes."""
+    """Return whether it makes an elastic member."""
     kind = _called(averaging)
     return isinstance(kind, type) and issubclass(kind, elastic.LocalSGD)
 
@@ -74,21 +74,21 @@ def _called(function: object) -> object:
 def new_auto(
     make: Callable[..., Auto], model: object, optimizer: object, total_steps: float, **settings: Any
 ) -> Auto:
-    """Return the `Auto` that chooses for a framework's run of so many steps (`math.inf`: not known)."""
+    """Return the `Auto` that chooses for a framework's run of `total_steps` (`math.inf`: unknown)."""
     if 0 < total_steps < math.inf:
         settings["total_steps"] = int(total_steps)
-    # The user's own settings come first.
+    # The user's own settings take precedence.
     return make(model, optimizer, **settings | getattr(make, "keywords", {}))
 
 
 def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> ModelAverager:
     """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet."""
-    # A LocalSGD averages buffers with the model: DDP, whose default frameworks leave, must not send them at
-    # every forward pass. (Their own option for it is deprecated by torch.)
+    # A LocalSGD averages buffers with the model, so DDP must not send them in every forward pass, as it does
+    # by default in frameworks. (Their own option for it is deprecated by torch.)
     ddp = ddp_inside(model)
     if ddp is not None:
         ddp.broadcast_buffers = False
-    # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
+    # Accelerate's and Lightning's wrappers don't support hooks; both hold the user's optimizer.
     while not takes_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     local = make(model, optimizer, grad_scaler=grad_scaler)
@@ -98,13 +98,13 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
 
 
 def catch_up(scheduler: object, steps: int) -> None:
-    """Let a scheduler that steps with the optimizer stand where a member that has joined does."""
+    """Advance a scheduler that steps with the optimizer to the step of a member that has joined."""
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         return
     missing = steps - scheduler.last_epoch
     if missing <= 0:
         return
-    # The member was given the others' rates, and many schedules multiply the last one.
+    # The member has received the others' rates, and many schedules multiply the last one.
     for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = lr
     with warnings.catch_warnings():

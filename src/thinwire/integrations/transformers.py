@@ -6,12 +6,12 @@
     thinwire_callback = attach(trainer, thinwire.PowerSGD(matrix_rank=4, warmup_steps=100))
     trainer.train()
 
-Or, where somebody else makes the Trainer and takes callbacks (LLaMA-Factory, Unsloth, TRL):
+Or, if other code makes the Trainer and takes callbacks (LLaMA-Factory, Unsloth, TRL):
 
     run_exp(args, callbacks=[ThinwireCallback("4 bits")])
 
-The Trainer wraps its model in DDP, or shards it, inside `train`, so attaching happens there. What is
-remembered goes into the Trainer's checkpoints, and compression shows in its logs.
+The Trainer wraps its model in DDP, or shards it, inside `train`, so attaching happens there. Thinwire's state
+is saved in the Trainer's checkpoints, and its logs show the compression.
 """
 
 from __future__ import annotations
@@ -82,16 +82,15 @@ def attach(
     strict: bool = True,
     **steps: Unpack[StepOptions],
 ) -> ThinwireCallback:
-    """Let `algorithm` average whenever `trainer` trains in several processes.
+    """Average with `algorithm` whenever `trainer` trains in several processes.
 
-    To be called before `trainer.train()`, on every process alike. In a run of one process there is
-    nothing to attach.
+    Call it before `trainer.train()`, on every process. In a run of one process there is nothing to attach.
 
     Args:
         trainer: Any `transformers.Trainer` that trains with DDP; or with FSDP2 over replicas and shards
             (`ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)`, for averaged models that of
-            `thinwire.integrations.accelerate`; see docs/sharded.md). DeepSpeed is refused.
-        algorithm: How gradients are averaged, or what else is done; see `ThinwireCallback`.
+            `thinwire.integrations.accelerate`; see docs/sharded.md). DeepSpeed is not supported.
+        algorithm: How gradients, or models, are averaged; see `ThinwireCallback`.
         checkpoint: See `ThinwireCallback`.
         strict: See `ThinwireCallback`.
         steps: See `ThinwireCallback`.
@@ -100,9 +99,9 @@ def attach(
         The callback that has been added; its `sync` is the handle once training has begun.
 
     Raises:
-        ConfigError: `trainer` is not one, or as by `ThinwireCallback`.
-        AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
-            can't be attached shows in `train`.)
+        ConfigError: `trainer` is not a Trainer, or see `ThinwireCallback`.
+        AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (For a model
+            that can't be attached, `train` raises.)
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a transformers.Trainer, got {shown(trainer)}")
@@ -112,32 +111,32 @@ def attach(
 
 
 class ThinwireCallback(TrainerCallback):
-    """Attaches the wrapped model, and follows the Trainer's checkpoints and logs.
+    """Attaches the wrapped model, and adds to the Trainer's checkpoints and logs.
 
-    `attach` makes one for a Trainer. Where somebody else makes that, give one to their `callbacks=[…]`: it
-    finds its Trainer once that is made, or trains. docs/transformers.md says what logs and checkpoints have.
+    `attach` makes one for a Trainer. If other code makes the Trainer, pass one in its `callbacks=[…]`: it
+    finds its Trainer when that is made or trains. docs/transformers.md lists what logs and checkpoints have.
 
     Args:
-        algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
-            `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`, called as
-            `make(model, optimizer, grad_scaler=…)`; with FSDP2 with the replicas' `mesh=…` too, unless a
-            partial has one or a `process_group`. DDP is then built without `find_unused_parameters` unless
-            `args` say otherwise. Or `thinwire.auto`, alone or in a partial. Or what makes a member that comes
-            and goes, such as `functools.partial(thinwire.elastic.DiLoCo, every_steps=30)`, in a Trainer of
-            one process, which stops once the members have made `max_steps`; `train()` raises `LeftError` when
-            it was asked to leave. Or text: "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
-        checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given, if it is not in
+        algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or a function that
+            makes a `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`, called
+            as `make(model, optimizer, grad_scaler=…)`; with FSDP2 also with the replicas' `mesh=…`, unless a
+            partial has one or a `process_group`. DDP is then built without `find_unused_parameters`, unless
+            `args` set it. Or `thinwire.auto`, alone or in a partial. Or a function that makes an elastic
+            member, such as `functools.partial(thinwire.elastic.DiLoCo, every_steps=30)`, in a Trainer of one
+            process. It stops after the members have made `max_steps`; `train()` raises `LeftError` if it was
+            asked to leave. Or text: "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
+        checkpoint: The folder that will be given as `train(resume_from_checkpoint=…)`, if it is not in
             `args.output_dir`: a Trainer does not pass it to its callbacks.
-        strict: Whether a checkpoint must be of just the parameters that are trained now.
+        strict: Whether a checkpoint must have exactly the parameters trained now.
         steps: `host_check`, `on_nonfinite` and `machines` of `thinwire.attach`, whose `grad_scaler` is the
             Trainer's own. `host_check=False` needs `ddp_find_unused_parameters=False` in the arguments.
 
     Attributes:
-        local: The `LocalSGD` or member around the training, if `algorithm` makes one, from its begin on.
-        auto: What chooses, if `algorithm` is `thinwire.auto`, likewise; printing it tells why.
+        local: The `LocalSGD` or member around the training, if `algorithm` makes one, once training begins.
+        auto: The `Auto` that chooses, if `algorithm` is `thinwire.auto`; printing it shows why.
 
     Raises:
-        ConfigError: `algorithm` is none of these, a setting is no choice, or it would have no effect.
+        ConfigError: `algorithm` is none of these, or a setting is invalid or would have no effect.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class ThinwireCallback(TrainerCallback):
 
     @property
     def sync(self) -> GradientSync:
-        """The handle: plan, statistics, and switching the algorithm.
+        """The handle: it has the plan and statistics, and can switch the algorithm.
 
         Raises:
             AttachError: Training has not begun, or runs in one process.
@@ -178,7 +177,7 @@ class ThinwireCallback(TrainerCallback):
             self.enter(self._found(state))
 
     def _found(self, state: TrainerState) -> Trainer:
-        """Return the Trainer of a state; callbacks are not given theirs."""
+        """Return the Trainer of a state; callbacks do not get their Trainer."""
         for trainer in living(Trainer):
             if getattr(trainer, "state", None) is state:
                 return trainer
@@ -187,10 +186,10 @@ class ThinwireCallback(TrainerCallback):
         )
 
     def enter(self, trainer: Trainer) -> None:
-        """Take the place among a Trainer's callbacks from which it can be attached when it trains.
+        """Take the right place among a Trainer's callbacks, to attach when it trains.
 
         Raises:
-            AttachError: As by `attach`.
+            AttachError: See `attach`.
         """
         callbacks = trainer.callback_handler.callbacks
         if any(isinstance(callback, ThinwireCallback) and callback is not self for callback in callbacks):
@@ -202,7 +201,7 @@ class ThinwireCallback(TrainerCallback):
         if trainer.is_fsdp_enabled:
             # Accelerate has it from 1.10 on.
             config = getattr(trainer.accelerator, "parallelism_config", None)
-            # Gradients that PyTorch would average itself can be taken from it; models can't.
+            # PyTorch's own averaging of gradients can be disabled; models can't be averaged then.
             if (
                 config is None
                 or not config.dp_replicate_enabled
@@ -213,14 +212,14 @@ class ThinwireCallback(TrainerCallback):
                     "parallelism_config=…) with a ParallelismConfig of thinwire.integrations.accelerate"
                 )
         if self._averages_models and trainer.args.ddp_find_unused_parameters is None:
-            # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
+            # The Trainer's default makes DDP communicate in every step, which LocalSGD refuses.
             trainer.args.ddp_find_unused_parameters = False
             if trainer.accelerator.ddp_handler is not None:  # Transformers 4 makes it when it trains
                 trainer.accelerator.ddp_handler.find_unused_parameters = False
         if self in callbacks:
             callbacks.remove(self)
-        # Before the callbacks that report the logs, to which this one adds; but after the one that decides
-        # what is saved and evaluated, for which models are averaged.
+        # Before the callbacks that report logs, because this one adds to them; but after the one that decides
+        # when to save and evaluate, because models are averaged for that.
         first = int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0
         callbacks.insert(first, self)
         self._trainer = trainer
@@ -236,12 +235,12 @@ class ThinwireCallback(TrainerCallback):
         trainer = cast(Trainer, self._trainer)
         model, optimizer, scaler = trainer.model_wrapped, trainer.optimizer, trainer.accelerator.scaler
         options = self._replicas(trainer)
-        # The step is the checkpoint's here: the Trainer has resumed.
+        # If the Trainer has resumed, the step is already the checkpoint's.
         folder = self._resumed_folder(args, state) if state.global_step > 0 else None
         if self._averages_models:
             self._average_models(trainer, partial(cast(Makes, self.algorithm), **options), folder)
             return
-        # A second train() goes on with the same one.
+        # A second train() continues with the same model.
         if model is not self._model:
             if isinstance(self.algorithm, Algorithm):
                 options |= self._steps
@@ -255,7 +254,7 @@ class ThinwireCallback(TrainerCallback):
             load_local(self.sync, folder, strict=self._strict)
 
     def _average_models(self, trainer: Trainer, make: Makes, folder: Path | None) -> None:
-        # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+        # A failed train() has left its own open. Nothing is sent: other processes may be anywhere.
         if self.local is not None:
             self.local.__exit__(AttachError, None, None)
         local = new_local(make, trainer.model_wrapped, trainer.optimizer, trainer.accelerator.scaler)
@@ -269,13 +268,13 @@ class ThinwireCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         if self.local is None:
             return
-        # A member that joins takes over the others' count, which is not its Trainer's.
+        # A joining member gets the others' step count, which differs from its Trainer's.
         if makes_elastic(self.algorithm) and self.local.steps >= state.max_steps:
             control.should_training_stop = True
         if control.should_evaluate or control.should_save or control.should_training_stop:
             self.local.average()
 
-    # Each epoch's end decides in the same way.
+    # The end of an epoch decides in the same way.
     on_epoch_end = on_step_end
 
     def on_train_end(self, *_: Any, **unused: Any) -> None:
@@ -283,13 +282,13 @@ class ThinwireCallback(TrainerCallback):
             self.local.__exit__(None, None, None)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        # Weights alone are not resumed from.
+        # A checkpoint of only weights can't be resumed.
         if self._sync is None or args.save_only_model:
             return
         if self.local is None:
             save_local(self._sync, _folder(args, state))
             return
-        remembered = self.local.state_dict()  # on all processes, though one writes: it is collective
+        remembered = self.local.state_dict()  # collective, so on all processes, although one writes
         if args.should_save:
             save(remembered, _folder(args, state) / STATE_NAME)
 
@@ -299,12 +298,12 @@ class ThinwireCallback(TrainerCallback):
         if self._sync is None or logs is None or "loss" not in logs:
             return
         metrics = metrics_of((self.local or self._sync).stats(), "thinwire_")
-        # The Trainer has copied the log into its history before it calls anybody.
+        # The Trainer has already copied the log into its history before it calls callbacks.
         logs.update(metrics)
         state.log_history[-1].update(metrics)
 
     def _replicas(self, trainer: Trainer) -> dict[str, Any]:
-        """Return where an FSDP2 model's replicas are, as an argument; nothing if a partial has it."""
+        """Return the argument for an FSDP2 model's replicas; empty if a partial has it."""
         chosen = getattr(self.algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
         if chosen or not trainer.is_fsdp_enabled:
             return {}
@@ -314,7 +313,7 @@ class ThinwireCallback(TrainerCallback):
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Return the checkpoint's folder; None if it was saved without Thinwire."""
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
-        # Compare the logs of losses: folders have the same names in every run.
+        # Compare the loss logs: folders have the same names in every run.
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             resumes = f"training resumes at step {state.global_step}, but not from {folder}"

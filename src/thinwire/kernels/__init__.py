@@ -1,1 +1,1 @@
-"""The arithmetic between messages. `base` has its tables of functions; `dispatch` looks up who serves."""
+"""The arithmetic between messages. `base` has the tables of functions; `dispatch` chooses a backend."""

@@ -27,12 +27,12 @@ class Backend:
     """Tables of functions, and what they serve.
 
     Attributes:
-        name: For people.
-        load: Returns the tables, or None if they can't be used. Called only if they would serve, and cheap
-            when called again.
-        version: Returns that of the package, once the tables are loaded.
-        serves: Whether they serve matrices of a type on a device at a matrix rank or, if that is None,
-            tensors in few bits and few entries. Depends on nothing else but the number of threads.
+        name: The name to show.
+        load: Returns the tables, or None if they can't be used. Called only if they would serve; later calls
+            are cheap.
+        version: Returns the package's version, once the tables are loaded.
+        serves: Whether they serve matrices of a dtype on a device at a matrix rank or, if that is None,
+            tensors in few bits and few entries. Depends otherwise only on the number of threads.
     """
 
     name: str
@@ -46,9 +46,9 @@ def _load_numba() -> Tables | None:
     if find_spec("numba") is None:
         return None
     try:
-        # Imported here: Numba is an extra, and takes longer to import than all else.
+        # Imported here: Numba is an extra, and takes longer to import than everything else.
         return cast("Tables", import_module("thinwire.kernels.numba.tables").TABLES)
-    # Numba's own, that it finds no place for its cache, and that it keeps it otherwise than is known.
+    # Import errors; no folder for Numba's cache; and unknown internals of that cache.
     except (ImportError, RuntimeError, AttributeError) as error:
         warnings.warn(
             f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
@@ -61,8 +61,8 @@ def _load_numba() -> Tables | None:
 def _numba_serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) -> bool:
     if device.type != "cpu" or dtype == torch.float64:
         return False
-    # With more threads PyTorch's products run on all of them, and compiled code on one. Few bits and entries
-    # take PyTorch many passes over a part that stays in cache, which gain little by more threads.
+    # PyTorch's products use all threads, compiled code only one. For few bits and entries, PyTorch makes many
+    # passes over data that stays in cache, which gain little from more threads.
     if matrix_rank is None:
         return True
     is_served = dtype == torch.float32 and matrix_rank <= NUMBA_FACTOR_ROWS
@@ -76,22 +76,22 @@ def _load_triton() -> Tables | None:
     return cast("Tables", import_module("thinwire.kernels.triton.triton_kernels").TABLES)
 
 
-# One for the process: groups are put together by the kernels that serve them.
+# One object for the process: matrices are grouped by the kernels that serve them.
 TORCH_TABLES = Tables(LOW_RANK, CODES, ENTRIES)
 
 NUMBA = Backend("Numba", _load_numba, lambda: str(import_module("numba").__version__), _numba_serves)
 TRITON = Backend("Triton", _load_triton, lambda: triton_limits.installed() or "", triton_limits.serves)
-# Wheels for a CPU and for a GPU are of one version.
+# Wheels for a CPU and for a GPU have the same version before the "+".
 TORCH = Backend("PyTorch", lambda: TORCH_TABLES, lambda: torch.__version__.partition("+")[0])
 
 backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
-"""Preferred ones first; the last one serves everything. Tests and benchmarks switch it, read at every call:
-`dispatch.backends = (dispatch.TORCH,)` makes PyTorch's products serve all.
+"""Preferred backends first; the last one serves everything. It is read at every call, so that tests and
+benchmarks can switch it: `dispatch.backends = (dispatch.TORCH,)` uses only PyTorch's products.
 """
 
 
 def _serving(like: torch.Tensor, matrix_rank: int | None) -> tuple[Backend, Tables]:
-    """Return the first backend that serves, as `Backend.serves`, and its tables."""
+    """Return the first backend that serves (see `Backend.serves`), and its tables."""
     return _first_that_serves(backends, like.device, like.dtype, matrix_rank, torch.get_num_threads())
 
 
@@ -104,7 +104,7 @@ def _first_that_serves(
     num_threads: int,
 ) -> tuple[Backend, Tables]:
     for backend in known:
-        # A backend that can't be loaded has said so, once; the next one serves in its place.
+        # A backend that can't be loaded has warned of it, once; use the next one.
         if backend.serves(device, dtype, matrix_rank) and (tables := backend.load()) is not None:
             return backend, tables
     names = ", ".join(backend.name for backend in known)
@@ -128,7 +128,7 @@ def entry_kernels_for(like: torch.Tensor, layout: EntryLayout) -> EntryKernels:
 
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
-    """Return who serves, with version and kind of device: if these differ, so may the last bits."""
+    """Return the backend's name, version and kind of device: if these differ, the last bits may differ."""
     backend, _ = _serving(like, matrix_rank)
     name = f"{backend.name} {backend.version()}"
     if like.device.type != "cuda":
@@ -138,14 +138,14 @@ def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
 
 
 def choice() -> tuple[object, ...]:
-    """Return what the choice of backends depends on beside tensors: whoever keeps kernels looks at it."""
+    """Return the facts besides tensors that choose backends, for callers that keep kernels to compare."""
     return backends, torch.get_num_threads()
 
 
 def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     """Return whether every element of every tensor is finite, as a tensor of one bool; not read back.
 
-    Tensors without elements are finite. They may lie on several devices; the answer is on the first one's.
+    Empty tensors are finite. Tensors may be on several devices; the answer is on the first one's.
     """
     filled = list(filter(torch.numel, tensors))
     if not filled:
@@ -154,11 +154,11 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     for kind in group_indices(filled, lambda tensor: (tensor.device, tensor.dtype)):
         some = [filled[index] for index in kind]
         if accelerators.is_accelerator(some[0].device):
-            # Kernels get no strides: only where a tensor begins and how long it is.
+            # Kernels get no strides, only a tensor's address and length.
             whole = [tensor.contiguous() for tensor in some]
             answers.append(kernels_for(whole[0], 1).all_finite(whole))
         else:
-            # NaN wins every minimum and maximum, so extremes are enough.
+            # NaN propagates through minimum and maximum, so the extremes are enough.
             extremes = torch.stack([extreme for tensor in some for extreme in torch.aminmax(tensor)])
             answers.append(extremes.isfinite().all())
     if len(answers) == 1:

@@ -1,7 +1,7 @@
-"""Matrices on their way through a step, and the factors found of them.
+"""The matrices of a step, and their factors.
 
 Notation of the PowerSGD paper (arXiv 1905.13727, algorithm 1): M (rows × columns) is gradient plus error,
-P (rows × r) the left and Q (columns × r) the right factor. Factors are held row by row, as Pᵀ and Qᵀ:
+P (rows × r) the left and Q (columns × r) the right factor. Factors are stored transposed, as Pᵀ and Qᵀ:
 skinny products are several times faster that way.
 """
 
@@ -15,12 +15,12 @@ import torch
 
 from thinwire.tensors import accelerators
 
-# A row is dependent on those before it if the squared sine of its angle to their span is below this.
-# fp32 noise in a dependent row is about 1e-14. Many nearly dependent rows amplify float64's rounding in
-# the coefficients; a second pass over rows that are nearly orthonormal takes out what the first left.
+# A row is dependent on earlier rows if the squared sine of its angle to their span is below this. fp32 noise
+# in a dependent row is about 1e-14. Many nearly dependent rows amplify float64's rounding in the
+# coefficients; a second pass, over nearly orthonormal rows, removes what the first one left.
 DEPENDENT_BELOW = 1e-10
 
-# Elements that are rounded at a time on the CPU: they and their losses stay in a core's cache.
+# How many elements are rounded at a time on the CPU: they and their losses stay in a core's cache.
 ROUNDED_ELEMENTS = 1 << 16
 
 
@@ -28,16 +28,16 @@ ROUNDED_ELEMENTS = 1 << 16
 class MatrixGroup:
     """Matrices of one shape and matrix rank.
 
-    A plan keeps it from step to step, as long as matrices and residuals lie where they lay: so what kernels
-    find out about it (`bound`) is found out once. The views of the gradients are made in each step, since
-    they would keep a bucket that is not used any more.
+    A plan keeps it from step to step while matrices and residuals keep their addresses, so that kernels
+    compute `bound` only once. The views of the gradients are made in each step, since they would keep an
+    unused bucket alive.
     """
 
-    labels: Sequence[str]  # the key of each one's factor in memory
-    # M, each (rows, columns), in fp32 or fp64, or in one of the backend's types of gradients; on entry the
-    # gradients alone.
+    labels: Sequence[str]  # the key of each matrix's factor in memory
+    # M, each (rows, columns), in fp32, fp64 or one of the backend's gradient dtypes; on entry only the
+    # gradients.
     matrices: Sequence[torch.Tensor]
-    errors: Sequence[torch.Tensor | None]  # the residual of each, (rows, columns), if there is one
+    errors: Sequence[torch.Tensor | None]  # the residual of each matrix, (rows, columns), if there is one
     matrix_rank: int  # r
     bound: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -49,12 +49,12 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 class Factors(NamedTuple):
     """The results of one iteration for a group.
 
-    One side is a basis: orthonormal rows, the same on all processes. The other is the projection on it.
+    One side is a basis: orthonormal rows, the same on all processes. The other side is the projection on it.
     """
 
-    sent: Pair  # of this process's M, as it travelled
-    mean: Pair  # of all processes'
-    projection: int = 1  # which of each pair that is
+    sent: Pair  # for this process's M, as it was sent
+    mean: Pair  # for the mean over processes
+    projection: int = 1  # the index of the projection in each pair
 
 
 Terms: TypeAlias = Sequence[Factors]
@@ -63,19 +63,19 @@ Terms: TypeAlias = Sequence[Factors]
 
 @dataclass(eq=False)
 class MatmulBatch:
-    """A group that is to be multiplied by a factor."""
+    """A group to multiply by a factor."""
 
     group: MatrixGroup
-    factor: torch.Tensor  # of each matrix Qᵀ, (matrices, r, columns), or P̂ᵀ, (matrices, r, rows)
-    # The loss scale, one tensor for all of a device in a step; None for 1.
+    factor: torch.Tensor  # each matrix's Qᵀ, (matrices, r, columns), or P̂ᵀ, (matrices, r, rows)
+    # The loss scale, one tensor per device in a step; None for 1.
     loss_scale: torch.Tensor | None
-    add_error: bool  # whether this is the first time in the step: so of all that are asked together
-    out: torch.Tensor | None = None  # room for the result, which backends of accelerators take
+    add_error: bool  # whether this is the step's first product; the same for all items of a call
+    out: torch.Tensor | None = None  # a buffer for the result, used by backends of accelerators
 
 
 @dataclass(eq=False)
 class Subtraction:
-    """A group from which is to be taken what an iteration has sent of it."""
+    """A group from which to subtract what an iteration has sent."""
 
     group: MatrixGroup
     factors: Factors
@@ -83,15 +83,15 @@ class Subtraction:
 
 @dataclass(eq=False)
 class Reconstruction:
-    """A group that is to become the mean: every matrix is M less what all terms but the last have sent."""
+    """A group to replace by the mean: every matrix is M minus what all terms but the last have sent."""
 
     group: MatrixGroup
-    # Takes the new residual of each matrix, (rows, columns): they may be the group's own `errors`.
-    # None to forget it.
+    # Receives the new residual of each matrix, (rows, columns); may be the group's own `errors`. None to
+    # discard it.
     errors: Sequence[torch.Tensor] | None
     terms: Terms
-    loss_scale: torch.Tensor | None  # as of `MatmulBatch`
-    # One bool for the step, not read back: if it is false, errors stay and gradients become NaN.
+    loss_scale: torch.Tensor | None  # as in `MatmulBatch`
+    # One bool for the step, not read back: if false, errors stay and gradients become NaN.
     is_healthy: torch.Tensor | None = None
 
 
@@ -100,24 +100,24 @@ class Write:
     """A write to a tensor at the end of a step; both are contiguous."""
 
     target: torch.Tensor
-    healthy: torch.Tensor  # what it becomes, in any floating type
-    stays: bool  # whether it stays as it is in a step that is not healthy; otherwise it becomes NaN
-    is_healthy: torch.Tensor | None  # as of `Reconstruction`
+    healthy: torch.Tensor  # the new value, in any floating dtype
+    stays: bool  # whether the target stays as it is in a step that is not healthy; otherwise it becomes NaN
+    is_healthy: torch.Tensor | None  # as in `Reconstruction`
 
 
 @dataclass(eq=False)
 class Rows:
-    """Factors whose rows are to become orthonormal."""
+    """Factors whose rows to make orthonormal."""
 
-    # fp32 or fp64, (matrices, rows, columns), few rows and many columns; given away if any are drawn.
+    # fp32 or fp64, (matrices, rows, columns), few rows, many columns; overwritten if any rows are drawn.
     rows: torch.Tensor
     # Replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave them.
     drawn: torch.Tensor | None = None
-    out: torch.Tensor | None = None  # as of `MatmulBatch`
+    out: torch.Tensor | None = None  # as in `MatmulBatch`
 
 
 def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return flat gradients in a wider type: copies, on accelerators all in one tensor."""
+    """Return copies of flat gradients in a wider dtype, on accelerators all in one tensor."""
     if not gradients or gradients[0].dtype == dtype:
         return list(gradients)
     if not accelerators.is_accelerator(gradients[0].device):
@@ -133,15 +133,15 @@ def round_all_into(
     loss_scale: torch.Tensor | None,
     is_healthy: torch.Tensor | None = None,
 ) -> None:
-    """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them."""
+    """Apply `round_into` to many gradients: on accelerators with one launch per operation for all."""
     if not items or not accelerators.is_accelerator(items[0][0].device):
         for item in items:
             round_into(*item, loss_scale)
         return
     rounded, means = [item[0] for item in items], [item[1] for item in items]
-    # Cut off at the range: what is beyond stays in the residual; an infinite gradient would be lost.
+    # Clamp to the range: the excess stays in the residual; an infinite gradient would be lost.
     limit = min(torch.finfo(rounded[0].dtype).max, torch.finfo(means[0].dtype).max)
-    # Rounded first and cut off then: a mean that rounds up to infinity is cut off as well.
+    # Round first and then clamp, to clamp a mean that rounds up to infinity as well.
     torch._foreach_copy_(rounded, means)
     torch._foreach_clamp_max_(rounded, limit)
     torch._foreach_clamp_min_(rounded, -limit)
@@ -152,7 +152,7 @@ def round_all_into(
             torch._foreach_div_(means, loss_scale)
         if is_healthy is not None:
             for mean in means:
-                # Filled, and not multiplied by zero: a NaN would stay one and spoil the residual.
+                # Fill, don't multiply by zero: a NaN would stay and spoil the residual.
                 mean.masked_fill_(~is_healthy, 0.0)
         torch._foreach_add_(errors, means)
 
@@ -160,7 +160,7 @@ def round_all_into(
 def round_into(
     gradient: torch.Tensor, mean: torch.Tensor, error: torch.Tensor | None, loss_scale: torch.Tensor | None
 ) -> None:
-    """Store the mean in a gradient of a different type; what its type can't hold goes to the residual."""
+    """Store the mean in a gradient of another dtype; add what that can't hold to the residual."""
     limit = min(torch.finfo(gradient.dtype).max, torch.finfo(mean.dtype).max)
     together = ROUNDED_ELEMENTS if mean.device.type == "cpu" else max(1, len(mean))
     for start in range(0, len(mean), together):

@@ -1,4 +1,4 @@
-"""Codes by PyTorch: for every device and type, nearest and stochastic."""
+"""Codes with PyTorch: for every device and dtype, nearest and stochastic."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, pack, packed_bytes, unpack
 from thinwire.tensors.rounding import RandomBits
 
-# Elements that are coded at a time on the CPU: they stay in a core's cache.
+# How many elements are encoded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
 MAX_COMPARISONS = 3
 
 
 def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
-    """Code a row for each block; if some are short, rows of a copy that is filled up with zeros."""
+    """Encode a row for each block; if some are short, rows of a copy padded with zeros."""
     codes, scales = _encoded(blocks.rows(flat), blocks, slice(blocks.total), codebook, draws)
     return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
 
 def averaged(item: MeanArgs) -> Coded:
-    """Add up, member after member, and code again."""
+    """Sum member after member, and encode the mean."""
     received, blocks, own, codebook, draws, lost, dtype = item
     members, num_blocks = len(received.message), own.stop - own.start
     device, block = received.message.device, blocks.block
     all_codes, all_scales = received.codes, received.scales
     lengths = blocks.lengths[device][own]
     levels = levels_of(codebook, dtype, device)
-    # In the memory of what is lost, which it is, less what it becomes when it is coded.
+    # In the memory of `lost`: it becomes the mean minus the encoded mean.
     mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
     for some in _cached(mean, copies=members):
         sent = _decoded(all_codes[:, some], all_scales[:, some], levels, block, codebook, members)
-        # Their scales were divided by the members: the sum is the mean, and as far from the range's end.
+        # Scales were divided by the number of members: the sum is the mean, and does not overflow.
         torch.sum(sent, 0, out=mean[some])
-        # Below four bits a zero decodes as a small number, which would count in the block's scale.
+        # Below four bits, a zero is decoded as a small number, which would affect the block's scale.
         if not blocks.are_whole:
             mean[some].masked_fill_(_behind(lengths[some], block), 0)
     codes, scales = _encoded(mean, blocks, own, codebook, draws)
@@ -51,7 +51,7 @@ def averaged(item: MeanArgs) -> Coded:
 
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Decode a row for each block; if some are short, by way of a copy."""
+    """Decode a row for each block; if some are short, through a copy."""
     block = blocks.block
     levels = levels_of(codebook, flat.dtype, flat.device)
     rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
@@ -74,7 +74,7 @@ Remainder: TypeAlias = Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.T
 
 
 def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Decode into gradients of any type."""
+    """Decode into gradients of any dtype."""
     wide = torch.promote_types(flat.dtype, torch.float32)
     values = flat if flat.dtype == wide else torch.empty_like(flat, dtype=wide)
     decode(coded, blocks, codebook, values)
@@ -83,17 +83,17 @@ def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch
 
 
 def keeping(remainder: Remainder, decode: Decode) -> Callable[[ResidualArgs], torch.Tensor]:
-    """Return a function that decodes and keeps a residual, made of those that do either in fp32 and fp64."""
+    """Return a function that decodes and returns a residual, made from one for each, in fp32 and fp64."""
 
     def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
         coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
         rest = remainder(values, sent, blocks, codebook)
-        # Times the members: of the mean over them, what one alone keeps counts by that much less. All
-        # parameters at once: on an accelerator each by itself would be a launch.
+        # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
+        # All parameters together: on an accelerator each one would be a launch.
         flat_lost, pieces = (blocks.num_members * lost).view(-1), list(blocks.pieces(own))
         if pieces:
             torch._foreach_add_([rest[here] for here, _ in pieces], [flat_lost[there] for _, there in pieces])
-        # The mean may overwrite the numbers: no one reads them any more.
+        # The mean may overwrite the values: they are not read any more.
         decode(coded, blocks, codebook, values)
         if values is not flat:
             round_into(flat, values, rest, None)
@@ -106,20 +106,20 @@ CODES = CodeKernels(encoded, averaged, decode_rounded, keeping(remainder, decode
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the levels of a codebook on a device, only to be read."""
+    """Return the levels of a codebook on a device; do not write to them."""
     if device.type == "cpu":
         return torch.tensor(codebook.levels, dtype=dtype)
     return _levels_on(codebook, dtype, device)
 
 
-# Kept: else they would be copied from the host in every step, and it waits for such a copy.
+# Cached: otherwise every step would copy them from the host, which waits for such a copy.
 @lru_cache(maxsize=32)
 def _levels_on(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.tensor(codebook.levels, dtype=dtype, device=device)
 
 
 def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
-    """Yield blocks that are worked on together."""
+    """Yield slices of blocks to process together."""
     count, block = rows.shape
     together = max(1, CACHED_ELEMENTS // (copies * block)) if rows.device.type == "cpu" else max(1, count)
     return (slice(start, min(start + together, count)) for start in range(0, count, together))
@@ -139,16 +139,16 @@ def _encoded(
     for some in _cached(rows):
         part = rows[some].to(dtype)
         scale = _scales(part, lengths[some], codebook)
-        # Use the scale in bf16, with which codes are read, and not the one that was wanted.
+        # Use the bf16 scale, with which codes are decoded, not the exact one.
         units = _in_units(part, scale)
         if fits or draws is None:
             positions = _nearest(units, levels, codebook)
         if fits:
             coded = _levels_at(positions, levels, codebook)
-            # Codes behind a short block stand for numbers that are not there.
+            # Codes after the end of a short block belong to no numbers.
             if not blocks.are_whole:
                 coded.masked_fill_(_behind(lengths[some], block), 0)
-            # With this the levels of the codes come nearest to the block.
+            # The factor that minimises the codes' squared error.
             factors = (units * coded).sum(1) / coded.square().sum(1)
             scale = _usable((scale.to(dtype) * factors).bfloat16())
         if draws is not None:
@@ -161,16 +161,16 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
     """Return the scale of each block, in bf16."""
     tiny = torch.finfo(torch.bfloat16).tiny
     magnitudes = rows.abs()
-    largest = magnitudes.amax(1)  # NaN if a number is, and so is the scale
+    largest = magnitudes.amax(1)  # NaN if a number is NaN; then the scale is, too
     if codebook.statistic == "largest":
         wanted = (largest / codebook.levels[-1]).float()
         scales = wanted.bfloat16()
-        # Never below what is wanted, or the largest would be cut off.
+        # Never below the exact scale, or the largest number would be clipped.
         raised = (scales.view(torch.int16) + 1).view(torch.bfloat16)
-        # The bits of positive numbers are in their order: one more is the next.
+        # Bits of positive numbers are ordered like the numbers: adding one gives the next.
         scales = torch.where(scales.float() < wanted, raised, scales)
     else:
-        # From shares of the largest: squares of the numbers themselves could leave the range.
+        # From values relative to the largest: squares of the numbers themselves could overflow.
         shares = magnitudes * torch.where(largest < tiny, 0, 1 / largest)[:, None]
         if codebook.statistic == "mean magnitude":
             scales = (largest * (shares.sum(1) / lengths)).bfloat16()
@@ -182,7 +182,7 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
 
 
 def _usable(scales: torch.Tensor) -> torch.Tensor:
-    # One over what is smaller would not be finite; NaN stays.
+    # The reciprocal of a smaller scale would not be finite; NaN stays.
     return torch.where(scales < torch.finfo(torch.bfloat16).tiny, 0, scales)
 
 
@@ -192,12 +192,12 @@ def _in_units(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _behind(lengths: torch.Tensor, block: int) -> torch.Tensor:
-    """Return which elements of rows are behind their block's end."""
+    """Return which elements of rows are after the end of their block."""
     return torch.arange(block, device=lengths.device) >= lengths[:, None]
 
 
 def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Return the place of the level that is nearest, uint8."""
+    """Return the index of the nearest level, uint8."""
     if codebook.is_linear:
         last = codebook.levels[-1]
         return (units.round().clamp_(-last, last) + last).nan_to_num_(0).to(torch.uint8)
@@ -207,14 +207,14 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
         return torch.bucketize(units, middles, out_int32=True).to(torch.uint8)
     positions = torch.zeros_like(units, dtype=torch.uint8)
     for middle in middles.tolist():
-        # A number in the middle goes down, as in a search.
+        # A number exactly in the middle rounds down, as in a search.
         positions += units > middle
     return positions
 
 
 def _drawn(units: torch.Tensor, draws: RandomBits, levels: torch.Tensor) -> torch.Tensor:
-    """Return the place of one of the two levels around each number, so that their mean is it, uint8."""
-    # Without the end levels: a number beyond those is rounded to one of the last two.
+    """Return the index of one of the two levels around each number, with that mean, uint8."""
+    # Without the outermost levels: a number beyond them is rounded to one of the last two.
     lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
     upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
     uniform = draws.uniform(units.shape[1], units.dtype)
@@ -230,7 +230,7 @@ def _decoded(
     divisor: int = 1,
 ) -> torch.Tensor:
     scales = scales.to(levels.dtype)
-    # So that what is infinite does not end as the largest number of the gradient's type.
+    # So that infinity does not become the largest number of the gradient's dtype.
     scales = torch.where(scales.isfinite(), scales, torch.nan) / divisor
     positions = unpack(codes, codebook.bits, block)
     return _levels_at(positions, levels, codebook).mul_(scales[..., None])
@@ -239,9 +239,9 @@ def _decoded(
 def _levels_at(positions: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     if is_accelerator(positions.device):
         return levels[positions.int()]
-    # On the CPU arithmetic on whole parts is faster than a look-up for each number.
+    # On the CPU, arithmetic on whole tensors is faster than a look-up for each number.
     if codebook.is_linear or codebook.cubic:
         signed = positions.to(levels.dtype).sub_(len(levels) // 2)
-        # Whole numbers, all of them: nothing is rounded.
+        # All are integers: nothing is rounded.
         return signed.mul_(signed.square().add_(codebook.cubic)) if codebook.cubic else signed
     return torch.index_select(levels, 0, positions.reshape(-1).int()).view(positions.shape)

@@ -1,4 +1,4 @@
-"""Few entries by PyTorch: for every device and type."""
+"""Few entries with PyTorch: for every device and dtype."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from thinwire.tensors import accelerators
 from thinwire.tensors.coded import pack, unpack
 from thinwire.tensors.entries import SCALE_DTYPE, Chunks, EntryLayout
 
-# In how many parts of a chunk's largest magnitude the others are counted where sums must not depend on their
-# order. The sum of the 65,536 that a chunk has at most is below 2^63.
+# If sums must not depend on order, magnitudes are integers in units of a chunk's largest magnitude over
+# `PARTS`. The sum of at most 65,536 of them is below 2^63.
 PARTS = 1 << 46
 
 
 def encode(query: TopKQuery) -> torch.Tensor:
-    """Take the largest entries of each chunk; in fp32 and fp64 the residual is added in place."""
+    """Encode the largest entries of each chunk; in fp32 and fp64 the residual is added in place."""
     layout = query.layout
-    wanted = query.flat.to(query.error.dtype)  # the bucket itself, if it is of this type
-    # It becomes the residual, so it is in its units: of the unscaled loss.
+    wanted = query.flat.to(query.error.dtype)  # the bucket itself, if it has this dtype
+    # It becomes the residual, so it is in units of the unscaled loss.
     if query.loss_scale is not None:
         wanted.div_(query.loss_scale)
     query.wanted = wanted.add_(query.error, alpha=query.decay)
@@ -53,7 +53,7 @@ def merge(
     less: torch.Tensor,
     is_healthy: torch.Tensor | None = None,
 ) -> None:
-    """Add up member after member, in one order everywhere: so all get the same bits, whatever sums round."""
+    """Sum member after member, in the same order everywhere, so that all get the same bits."""
     layout, flat, wanted, (indices, values) = query.layout, query.flat, query.wanted, sent
     assert wanted is not None
     assert is_healthy is None
@@ -67,8 +67,8 @@ def merge(
     sums = [part.view(chunks.count, -1).sum(1) for part, chunks in zip(reduced, layout.parts, strict=True)]
     less.index_copy_(0, layout.table[less.device][5], torch.cat(sums))
     wanted[own] = after
-    # In fp32 the bucket itself is the residual until it becomes the mean, so it is copied out first. With
-    # other types, the residual first takes what is lost by rounding to the gradient's type.
+    # In fp32 the bucket itself is the residual until it becomes the mean, so copy it first. With other
+    # dtypes, first add to the residual what rounding to the gradient's dtype loses.
     if wanted is flat:
         query.error.copy_(wanted)
         _add(wanted.zero_(), query, indices, values)
@@ -80,10 +80,10 @@ def merge(
 
 
 def _add(result: torch.Tensor, query: TopKQuery, indices: torch.Tensor, values: torch.Tensor) -> None:
-    """Add what members have sent to zeros, the bucket's."""
+    """Add what members have sent to `result`, which is zeros."""
     scaled = values if query.loss_scale is None else values * query.loss_scale
     if query.by_senders:
-        # Count in the result: a second tensor of its length would cost more than all else.
+        # Count in the result itself: a second tensor of its length would cost more than all the rest.
         for where, of_member in zip(indices, values, strict=True):
             result.index_add_(0, where, (of_member != 0).to(result.dtype))
         scaled = scaled / result[indices].clamp_min_(1)
@@ -98,9 +98,9 @@ ENTRIES = EntryKernels(lambda layout: True, encode, decode, merge)
 
 
 def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries of largest magnitude of each chunk: positions in it, ascending, int64, and values.
+    """Return each chunk's entries of largest magnitude: positions in it, ascending, int64, and values.
 
-    Both (chunks, kept). NaN counts as the largest, then infinity. Any of equal ones may be taken.
+    Both (chunks, kept). NaN counts as the largest, then infinity. Any of several equal ones may be taken.
     """
     rows = chunks.rows(flat)
     positions = _largest(rows, chunks.kept)
@@ -108,16 +108,16 @@ def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Ten
 
 
 def _largest(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Return where the entries of largest magnitude stand in each row, in ascending order."""
-    # Only the groups with the highest peaks can have the largest entries: to order those alone is three times
-    # as fast as to order whole rows.
+    """Return the positions of each row's entries of largest magnitude, ascending."""
+    # Only the groups with the highest peaks can have the largest entries: sorting only those is three times
+    # as fast as sorting whole rows.
     num_rows, length = rows.shape
     size = 1 << int(math.log2(length / count) / 2 + 0.5)  # about as many groups as there are candidates
     if size == 1 or length % size:
         return rows.abs().topk(count, sorted=False).indices.sort(1).values
     num_groups = length // size
     grouped = rows.view(num_rows, size, num_groups)  # a group's entries lie `num_groups` apart
-    # From both extremes: `abs` would write all of the gradient once more.
+    # From both extremes: `abs` would write the whole gradient once more.
     peaks = torch.maximum(grouped.amax(1), grouped.amin(1).neg_())
     groups = peaks.topk(count, sorted=False).indices
     candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)
@@ -129,9 +129,9 @@ def _largest(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def chunk_of_entries(layout: EntryLayout, device: torch.device) -> torch.Tensor:
-    """Return which chunk each entry is of."""
+    """Return each entry's chunk."""
     chunk = torch.arange(layout.num_chunks, device=device)
-    # With its size given: else the host would wait for a device to count.
+    # With the size given: otherwise the host would wait for the device to count.
     return chunk.repeat_interleave(layout.table[device][2], output_size=layout.num_entries)
 
 
@@ -142,10 +142,10 @@ def _first_marks(layout: EntryLayout, chunk: torch.Tensor) -> torch.Tensor:
 
 def packed(
     layout: EntryLayout,
-    positions: torch.Tensor,  # in their chunks, int64, (entries,), ascending in each
+    positions: torch.Tensor,  # in their chunks, int64, (entries,), ascending in each chunk
     codes: torch.Tensor,  # of few bits, (entries,)
-    scales: torch.Tensor,  # of each chunk two; or, of 16 bits, the values
-    chunk: torch.Tensor,  # of each entry
+    scales: torch.Tensor,  # two per chunk; or, with 16 bits, the values
+    chunk: torch.Tensor,  # each entry's chunk
 ) -> torch.Tensor:
     """Return entries as bytes, (`num_bytes`,)."""
     marks = torch.zeros(layout.num_marks, dtype=torch.uint8, device=positions.device)
@@ -156,7 +156,7 @@ def packed(
         words = (words << layout.code_bits) + codes
     if layout.low_bits + layout.code_bits:
         streams.append(pack(words, layout.low_bits + layout.code_bits))
-    # Words and marks first: what ends within a byte is filled up there, and scales are whole bytes.
+    # Words and marks first, padded to whole bytes; scales are whole bytes.
     message = torch.cat([*streams, scales.view(-1).view(torch.uint8)])
     return torch.nn.functional.pad(message, (0, layout.num_bytes - len(message)))
 
@@ -168,13 +168,13 @@ def unpacked(
     streams = gathered[:, : sum(layout.stream_bytes)].split_with_sizes(layout.stream_bytes, dim=1)
     marks, packed_words, scale_bytes = streams
     set_marks = unpack(marks, 1, layout.num_marks)
-    # The n-th mark that is set is the n-th entry's. All that are not go behind the last, and are cut off.
+    # The n-th set mark belongs to the n-th entry. All unset ones are moved after the last, and cut off.
     number = set_marks.cumsum(-1).sub_(1).masked_fill_(set_marks == 0, layout.num_entries)
     indices = torch.arange(layout.num_marks, device=gathered.device).expand_as(number)
     behind = indices.new_empty(len(gathered), layout.num_entries + 1)
     high = behind.scatter_(1, number, indices)[:, :-1] - _first_marks(layout, chunk)
     indices = layout.table[chunk.device][0, chunk] + (high << layout.low_bits)
-    # Copied: bytes that begin anywhere can't be viewed as a type of several bytes.
+    # Copy: unaligned bytes can't be viewed as a wider dtype.
     scales = scale_bytes.clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
     codes = packed_words
     if layout.low_bits + layout.code_bits:
@@ -184,18 +184,18 @@ def unpacked(
     return indices, codes, scales
 
 
-# Levels: few bits for the entries that are sent of a chunk.
+# Levels: few bits for the sent entries of a chunk.
 
 
 def on_the_wire(values: torch.Tensor) -> torch.Tensor:
     """Return values in bf16; finite ones stay finite."""
-    # Rounded up, the largest numbers of fp32 and all above of fp64 would be infinite, and the step skipped.
+    # Rounded up, the largest fp32 numbers, and fp64 numbers above, would become infinite: a skipped step.
     limit = torch.finfo(SCALE_DTYPE).max
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(SCALE_DTYPE)
 
 
 def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the lowest and highest level of each row, (rows, 2); not finite if something of it is not."""
+    """Return the lowest and highest level of each row, (rows, 2); not finite if any of its values is not."""
     magnitudes = rows.abs()
     peaks = magnitudes.amax(1, keepdim=True)
     if bits == 2 and rows.shape[1] > 1:
@@ -204,12 +204,12 @@ def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the number of each value's nearest level, and its sign in the bit above: uint8, (entries,)."""
+    """Return the index of each value's nearest level, with its sign in the next bit: uint8, (entries,)."""
     lowest, step, highest_code = _steps(ends, bits, values.dtype)
-    # If all that is sent of a chunk has one magnitude there is no step, and any code stands for it.
+    # If all sent entries of a chunk have one magnitude, the step is zero, and any code is right.
     divisor = step.where(step > 0, 1).index_select(0, chunk)
     codes = values.abs().sub_(lowest.index_select(0, chunk)).div_(divisor)
-    # A value that is not finite has no code, and needs none: the levels of its chunk show it.
+    # A value that is not finite needs no code: the levels of its chunk show it.
     codes.round_().clamp_(0, highest_code).nan_to_num_(0)
     return codes.to(torch.uint8) | ((values < 0).to(torch.uint8) << bits - 1)
 
@@ -217,33 +217,33 @@ def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits
 def values_of(
     codes: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the values that codes stand for."""
+    """Decode codes to values."""
     lowest, step, highest_code = _steps(ends, bits, dtype)
     magnitudes = step.index_select(1, chunk).mul_(codes & highest_code).add_(lowest.index_select(1, chunk))
     return torch.where(codes > highest_code, -magnitudes, magnitudes)
 
 
 def _steps(ends: torch.Tensor, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the lowest level, how far levels lie apart, and the number of the highest."""
+    """Return the lowest level, the distance between levels, and the highest one's index."""
     lowest, highest = ends.to(dtype).unbind(-1)
     highest_code = (1 << bits - 1) - 1
     step = highest - lowest
     if highest_code > 1:
-        # A tensor: CUDA would not divide by a number of the host's, but multiply by one over it, rounded.
+        # Divide by a tensor: for a host number, CUDA would multiply by its rounded reciprocal.
         step /= step.new_full((), highest_code)
     return lowest, step, highest_code
 
 
 def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-    """Return the two levels of each row, (rows, 2), from which its magnitudes lie least far, squared.
+    """Return the two levels of each row, (rows, 2), with the least squared error of its magnitudes.
 
-    They are the means of those below some border and of those above it, and all borders are tried.
+    They are the means of the magnitudes below and above some border; all borders are tried.
     """
-    # So that no square overflows. What is not finite shows by its unit, whatever becomes of it before.
+    # Divide by the peak, so that no square overflows. If a value is not finite, its unit shows it in the end.
     units = peaks + (peaks == 0)
     ordered = (magnitudes / units).sort(1).values
     if accelerators.is_accelerator(ordered.device):
-        # Whole numbers have the same sum in any order, and CUDA does not promise one.
+        # Integer sums do not depend on order, which CUDA does not guarantee.
         sums = ordered.mul_(PARTS).to(torch.int64).cumsum(1).to(ordered.dtype).div_(PARTS)
     else:
         sums = ordered.cumsum(1)

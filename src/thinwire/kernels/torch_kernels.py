@@ -1,10 +1,10 @@
-"""Kernels made of PyTorch's products: for every device, type and matrix rank.
+"""Kernels made of PyTorch's products: for every device, dtype and matrix rank.
 
-A matrix is far larger than its factors, and products as thin as these wait for memory: what counts on the CPU
-is how often a matrix is read and written. So it is taken in blocks of rows that stay in a core's cache.
+A matrix is far larger than its factors, and such skinny products are limited by memory: the cost on the CPU
+is how often a matrix is read and written. So it is processed in blocks of rows that stay in a core's cache.
 
-On accelerators what counts for small matrices is the number of operations: matrices of one shape that lie at
-equal distances, as those of a model's equal layers do in a bucket, are one batch.
+On accelerators, the cost for small matrices is the number of operations: matrices of one shape that are
+evenly spaced in memory, like those of a model's equal layers in a bucket, are one batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thinwire.tensors.layout import concat_view, group_indices, split_as, stack_
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
 
-# These take matrices (two dimensions), and batches of them.
+# By number of dimensions: for matrices, and for batches of them.
 PRODUCT: dict[int, Callable[..., torch.Tensor]] = {2: torch.mm, 3: torch.bmm}
 SUM: dict[int, Callable[..., torch.Tensor]] = {2: torch.addmm, 3: torch.baddbmm}
 
@@ -41,18 +41,18 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     lefts = []
     for item in items:
         group, right = item.group, item.factor
-        # It has the factor's type: the message is made of what is written here, without a copy.
+        # With the factor's dtype: the message is made from it without a copy.
         left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
         for k, rows, matrix, error in _parts(group.matrices, group.errors if item.add_error else None):
             _add_scaled(matrix, error, item.loss_scale)
-            # The last bits of MKL's M Qᵀ depend on where in a bucket the matrix lies.
+            # The last bits of MKL's M Qᵀ would depend on the matrix's place in the bucket.
             PRODUCT[matrix.dim()](right[k], matrix.mT, out=left[k, :, rows])
         lefts.append(left)
     return lefts
 
 
 def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
-    """Read every matrix once; if its residual is added, that is done before."""
+    """Read every matrix once, after adding its residual if asked."""
     owns = []
     for item in items:
         group, left = item.group, item.factor
@@ -86,7 +86,7 @@ def subtract_own(items: Sequence[Subtraction]) -> None:
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
-    """Read and write every matrix once, and write its error once; more often on accelerators."""
+    """Read and write every matrix once, and write its error once; on accelerators more often."""
     is_healthy = items[0].is_healthy
     one_or_nan = None if is_healthy is None else _one_or_nan(is_healthy)
     for item in items:
@@ -95,15 +95,15 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
             # A copy of the small factor: the next step may start from this basis.
             means[0] = means[0][0] * one_or_nan, means[0][1]
         for k, rows, matrix, error in _parts(item.group.matrices, item.errors):
-            # The residual first: then the mean takes the place of what it is made of, part by part, while
-            # the part is still in cache.
+            # The residual first. Then the mean overwrites its input, part by part, while the part is still in
+            # cache.
             if error is not None:
                 rest = error if is_healthy is None else torch.empty_like(error)
                 SUM[matrix.dim()](matrix, sent_lefts[k, :, rows].mT, sent_rights[k], alpha=-1, out=rest)
                 if item.loss_scale is not None:
                     rest.div_(item.loss_scale)
                 if is_healthy is not None:
-                    # A choice, and no product with 0 or 1: what is not finite would stay so.
+                    # Select, don't multiply by 0 or 1: values that are not finite would stay so.
                     torch.where(is_healthy, rest, error, out=error)
             (left, right), *others = means
             PRODUCT[matrix.dim()](left[k, :, rows].mT, right[k], out=matrix)
@@ -122,21 +122,20 @@ def write(items: Sequence[Write]) -> None:
             healthy = split_as(chosen, [target.shape for target in targets])
         torch._foreach_copy_(targets, healthy)
         if is_healthy is not None and not stays:
-            # One times a number is that number, to the bit. There is no operation that fills many tensors
-            # where a condition holds.
+            # Multiply by one or NaN; one changes no bit. No operation fills many tensors under a condition.
             torch._foreach_mul_(targets, _one_or_nan(is_healthy).to(targets[0].dtype))
 
 
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
-    """Gram–Schmidt in coefficients, twice.
+    """Apply Gram–Schmidt in coefficients, twice.
 
     The Gram matrices of all items, in float64, are factorised together by one Cholesky recursion over the few
-    rows, none over matrices, and without reading anything back from the device.
+    rows, without a loop over matrices, and without reading anything back from the device.
 
     Cost: two float64 copies of each item, each read twice. On the CPU, if a device has no float64.
     """
-    # On accelerators those of one shape are joined: they are copied, which costs less than launches. On the
-    # CPU there is only the copy.
+    # On accelerators, items of one shape are joined: copying costs less than launches. On the CPU there would
+    # be only the copy.
     indices = range(len(items))
     is_joined = accelerators.is_accelerator(items[0].rows.device)
     shapes = group_indices(
@@ -144,8 +143,8 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
         lambda i: (items[i].rows.shape[1:], items[i].rows.dtype, items[i].drawn is None) if is_joined else i,
     )
     batches = [[items[index] for index in shape] for shape in shapes]
-    # Twice, in float64: a Gram matrix squares the condition of the rows, and what one pass leaves of nearly
-    # dependent ones the second takes out.
+    # Twice, in float64: a Gram matrix squares the rows' condition number, and the second pass removes what
+    # the first one leaves of nearly dependent rows.
     once = _orthonormal_pass(list(map(_in_double, batches)), are_scaled=False)
     twice = _orthonormal_pass(once, are_scaled=True)
     results: dict[int, torch.Tensor] = {}
@@ -156,7 +155,7 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
 
 
 def _in_double(batch: Sequence[Rows]) -> torch.Tensor:
-    """Return items as one tensor in float64, with drawn rows in place of dead ones."""
+    """Return items as one tensor in float64, with drawn rows in place of zero rows."""
     rows, drawn = [item.rows for item in batch], batch[0].drawn
     joined = torch.cat(rows) if len(rows) > 1 else rows[0]
     if drawn is not None:
@@ -166,10 +165,10 @@ def _in_double(batch: Sequence[Rows]) -> torch.Tensor:
 
 
 def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> list[torch.Tensor]:
-    """Apply one factorisation of all Gram matrices; `are_scaled` if all rows are of length 1 or 0, nearly."""
-    # Filled up with zero rows, which depend on nothing and nothing on them: so all shapes are one batch.
+    """Apply one factorisation of all Gram matrices; `are_scaled` if all rows nearly have length 1 or 0."""
+    # Padded with zero rows, which do not affect the others, so that all shapes are one batch.
     max_rows = max(batch.shape[1] for batch in batches)
-    # The Gram matrices alone are filled up, and not the long rows.
+    # Pad only the Gram matrices, not the long rows.
     missing = [max_rows - batch.shape[1] for batch in batches]
     products = [batch @ batch.mT for batch in batches]
     grams = torch.cat(
@@ -186,20 +185,20 @@ def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> l
 
 def _inverse_cholesky(grams: torch.Tensor, *, are_scaled: bool) -> torch.Tensor:
     """Return the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent."""
-    # Elimination in [G | I], which becomes [D Lᵀ | L⁻¹]; W is D^(−1/2) L⁻¹. Divided by infinity, a
-    # dependent row takes nothing from those below it; torch's own factorisation would fail, or give
+    # Elimination in [G | I], which becomes [D Lᵀ | L⁻¹]; W is D^(−1/2) L⁻¹. A dependent row is divided by
+    # infinity, and so subtracts nothing from the rows below; torch's own factorisation would fail or give
     # NaN.
     rows = grams.shape[1]
-    # Rows of length one first: whether one depends on others is a question of angles, not of lengths.
+    # Normalise rows first: whether a row depends on others is a question of angles, not of lengths.
     scale = None if are_scaled else _above(grams.diagonal(dim1=1, dim2=2), 0.0).rsqrt()
     if scale is not None:
         grams = grams * scale.unsqueeze(2) * scale.unsqueeze(1)
-    # Joined, so that one operation a row eliminates in both.
+    # Joined, so that one operation per row eliminates in both.
     identity = torch.eye(rows, dtype=grams.dtype, device=grams.device)
     both = torch.cat([grams, identity.expand_as(grams)], dim=2)
     for row in range(rows - 1):
-        right = slice(row + 1, rows + row + 1)  # L⁻¹ has nothing yet in the columns behind
-        # All matrices at once, row after row: each row is what those above it have left.
+        right = slice(row + 1, rows + row + 1)  # L⁻¹ is still zero in later columns
+        # All matrices together, row by row: rows above have already been eliminated from each row.
         over_pivot = both[:, row, right] / _above(both[:, row, row : row + 1], DEPENDENT_BELOW)
         both[:, row + 1 :, right].addcmul_(
             both[:, row + 1 :, row].unsqueeze(2), over_pivot.unsqueeze(1), value=-1
@@ -210,13 +209,13 @@ def _inverse_cholesky(grams: torch.Tensor, *, are_scaled: bool) -> torch.Tensor:
 
 
 def _above(values: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the values that are above a limit, and infinity for the others: one operation."""
+    """Return the values above a limit, and infinity for the others, in one operation."""
     return threshold(values, limit, torch.inf)
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return whether all is finite: NaN wins every maximum."""
-    # No comparison with NaN is true.
+    """Return whether all elements are finite: a maximum with NaN is NaN."""
+    # Comparisons with NaN are false.
     return torch.stack(list(torch._foreach_norm(list(tensors), torch.inf))).amax() < torch.inf
 
 
@@ -234,10 +233,10 @@ def _parts(
     *,
     are_cut: bool = True,
 ) -> Iterator[Part]:
-    """Yield which matrices, which rows of them, these themselves and the same of their errors.
+    """Yield (which matrices, which of their rows, these rows, the same rows of their errors).
 
-    On accelerators all matrices are one batch, if they lie so. On the CPU rows are cut to fit in a core's
-    cache, unless told otherwise.
+    On accelerators all matrices are one batch if memory allows it. On the CPU, rows are cut to fit in a
+    core's cache, unless `are_cut` is False.
     """
     is_accelerator = accelerators.is_accelerator(matrices[0].device)
     errors = errors or [None] * len(matrices)

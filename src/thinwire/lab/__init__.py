@@ -24,11 +24,11 @@ __all__ = ["SECONDS", "LinkSpec", "Network", "check_machine", "number_with_unit"
 MAX_MACHINES = 200
 BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-# Bytes that may pass at once after a pause: as few as can be, or short messages would not meet the rate.
-# But a packet that is handed to the link may have 64 KiB, and a busy kernel may be a millisecond late.
+# Bytes that may be sent in a burst after a pause: as few as possible, or the rate would not limit short
+# messages. But a packet may have 64 KiB, and a busy kernel may be a millisecond late.
 MIN_BURST_BYTES = 68 * 2**10
 BURST_SECONDS = 1e-3
-QUEUE_SECONDS = 0.1  # what waits for longer is dropped
+QUEUE_SECONDS = 0.1  # packets that wait longer are dropped
 READY = "it stands"
 INTERFACE = "eth0"
 PORT = 29500
@@ -37,7 +37,7 @@ CHECK_SECONDS, TOLERANCE, MIN_TOLERANCE_SECONDS = 0.8, 0.1, 1e-3
 
 
 def check_machine() -> None:
-    """Refuse a computer that can't have a lab."""
+    """Raise if this computer can't run a lab."""
     if sys.platform != "linux":
         raise ConfigError(f"the lab needs Linux's network namespaces; this is {sys.platform}")
     missing = [name for name, tools in PACKAGES.items() if not all(map(shutil.which, tools))]
@@ -49,10 +49,10 @@ def check_machine() -> None:
 class LinkSpec:
     """A machine's link to the others."""
 
-    rate: str | None = None  # at which the machine sends; None for as fast as here
+    rate: str | None = None  # the machine's sending rate; None for no limit
     latency: str = "0ms"  # of a round trip between two machines
     jitter: str = "0ms"  # how much longer or shorter a round trip may be
-    loss: str = "0%"  # of packets, each way
+    loss: str = "0%"  # share of packets, each way
 
     def __post_init__(self) -> None:
         if self.delays.jitter_seconds > self.delays.seconds:
@@ -76,7 +76,7 @@ class LinkSpec:
         return Delays(latency / 2, jitter / 2, number_with_unit(self.loss, {"%": 0.01}, 0, 0.5, known))
 
     def shaping(self) -> list[str]:
-        """Return the queue of what a machine sends, for `tc qdisc add dev … root`; empty without a rate."""
+        """Return a machine's sending queue, for `tc qdisc add dev … root`; empty without a rate."""
         bits = self.bits_per_second
         if bits is None:
             return []
@@ -86,7 +86,7 @@ class LinkSpec:
 
 
 def number_with_unit(text: str, units: Mapping[str, float], least: float, most: float, known: str) -> float:
-    """Return the number that a text such as 100mbit means."""
+    """Return the number that a text such as 100mbit stands for."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(\D*)", text)
     value = float(match[1]) * units.get(match[2], -1.0) if match is not None else -1.0
     if not least <= value <= most:
@@ -95,11 +95,11 @@ def number_with_unit(text: str, units: Mapping[str, float], least: float, most: 
 
 
 class Network:
-    """Machines with processes, all behind links of one kind, but for the rates of `slow_machines`.
+    """Machines with processes, all behind the same kind of link, except for the rates of `slow_machines`.
 
-    While open, the network stands. Each machine is a namespace; the processes on it reach each other by its
-    loopback. The links meet in a namespace of the lab's, at a bridge, or a relay if packets are to be late or
-    lost.
+    The network exists inside this context. Each machine is a namespace, whose processes reach each other over
+    its loopback. The links meet in the lab's own namespace, at a bridge, or at a relay if packets are delayed
+    or lost.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Network:
             if not 0 <= machine < machines:
                 raise ConfigError(f"there is no machine {machine}: they are 0 to {machines - 1}")
             self.links[machine] = replace(self.links[machine], rate=rate)
-        # Packets are late or lost on all alike.
+        # Delays and losses are the same for all machines.
         self.delays = self.links[0].delays
         self.has_relay = self.delays != Delays()
         self._namespaces: list[Namespace] = []
@@ -129,14 +129,14 @@ class Network:
 
     def __enter__(self) -> Network:
         self._namespaces = []  # it may be opened again
-        with ExitStack() as opened:  # if a later tool fails, all is taken down
+        with ExitStack() as opened:  # if a later tool fails, everything is removed
             self._core = Namespace()
-            # A namespace is gone when no process is left in there.
+            # A namespace disappears when no process is left inside.
             opened.callback(_end, self._core.holder)
             self._run_in_core("link", "set", "lo", "up")
             ends = [f"machine{machine}" for machine in range(self.machines)]
             for machine in range(self.machines):
-                # Within the core's user namespace, so that the core may put ends of links into it.
+                # Inside the core's user namespace, so that the core may put ends of links into it.
                 self._namespaces.append(Namespace(self._core))
                 opened.callback(_end, self._namespaces[machine].holder)
                 self._add_link(machine)
@@ -158,7 +158,7 @@ class Network:
         return f"10.77.0.{machine + 1}"
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """Return the variables that torchrun would set for a process, and the interface to use."""
+        """Return torchrun's variables for a process, and the interface to use."""
         machine, local_rank = divmod(rank, self.processes_per_machine)
         # Otherwise Gloo would look for the address of this computer's name, which no namespace has.
         variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
@@ -168,22 +168,22 @@ class Network:
         return variables | {"GROUP_RANK": str(machine), "GROUP_WORLD_SIZE": str(self.machines)}
 
     def command_in(self, machine: int, *command: str) -> list[str]:
-        """Return a command line that runs `command`, or what is written behind it, on a machine."""
+        """Return a command line that runs `command`, or words appended to it, on a machine."""
         return self._namespaces[machine].command(*command)
 
     def contained_command(self, machine: int, *command: str) -> list[str]:
-        """Return a command line that runs `command` on a machine; all that it has started ends with it."""
-        # A PID namespace: when its first process ends, the kernel kills all others in there, in other
-        # sessions as well. That is a shell, for a first process hears no signal that it does not handle; it
-        # says nothing itself of how the command ended.
+        """Return a command line that runs `command` on a machine; all processes it starts end with it."""
+        # In a PID namespace: when its first process ends, the kernel kills all others inside, even in other
+        # sessions. The first process is a shell, since a first process gets only signals that it handles;
+        # the shell does not print how the command ended.
         first = 'exec 3>&2 2>/dev/null; "$@" 2>&3 3>&-; exit $?'
         inside = ["unshare", "--pid", "--fork", "--kill-child", "--", "sh", "-c", first, "sh", *command]
         return self.command_in(machine, "setpriv", "--pdeathsig", "KILL", "--", *inside)
 
     def check_link(self) -> str:
-        """Measure the link from machine 0 to 1, for some seconds; return what was found, as a sentence.
+        """Measure the link from machine 0 to 1, for some seconds; return the result as a sentence.
 
-        Refuses a link that misses what was asked for by more than a tenth.
+        Raises if the link differs from the requested one by more than a tenth.
         """
         script = [sys.executable, "-S", link_check.__file__]
         server = _held(self.command_in(1, *script, "serve"), link_check.READY)
@@ -193,7 +193,7 @@ class Network:
         finally:
             _end(server)
         link, delays = self.links[0], self.links[0].delays
-        # Packets on their way arrive; they are not the command's.
+        # Let packets in flight arrive: they do not belong to the command.
         time.sleep(QUEUE_SECONDS + round_trip)
         self._checked_bytes = [
             before + self.sent_bytes(machine) for machine, before in enumerate(self._checked_bytes)
@@ -201,7 +201,7 @@ class Network:
         result = f"a round trip takes {1e3 * round_trip:.1f} ms, and a machine sends {rate / 1e6:.1f} Mbit/s"
         allowed_seconds = max(TOLERANCE * 2 * delays.seconds, MIN_TOLERANCE_SECONDS)
         is_late = abs(round_trip - 2 * delays.seconds) > allowed_seconds + 2 * delays.jitter_seconds
-        # Senders slow down if something is lost, so the rate can't be seen.
+        # Senders slow down if packets are lost, so the rate can't be measured.
         asked = None if delays.loss else link.bits_per_second
         if is_late or (asked is not None and abs(rate / asked - 1) > TOLERANCE):
             raise CommunicationError(
@@ -211,25 +211,24 @@ class Network:
         return result
 
     def sent_bytes(self, machine: int) -> int:
-        """Return the bytes a machine has sent, by its interface: with headers and acknowledgements."""
+        """Return the bytes sent by a machine's interface, with headers and acknowledgements."""
         show = ["ip", "-json", "-statistics", "link", "show", "dev", INTERFACE]
         (interface,) = json.loads(_run(*self.command_in(machine, *show)))
         return int(interface["stats64"]["tx"]["bytes"]) - self._checked_bytes[machine]
 
     def _add_link(self, machine: int) -> None:
-        """Make a machine's link, whose other end is not joined to anything yet."""
+        """Make a machine's link, whose other end is not connected yet."""
         peer = ["peer", "name", INTERFACE, "netns", str(self._namespaces[machine].holder.pid)]
         self._run_in_core("link", "add", f"machine{machine}", "type", "veth", *peer)
         self._run_in_core("link", "set", f"machine{machine}", "up")
-        # /24: machines find each other without routes; MAX_MACHINES keeps to it.
+        # /24, so that machines find each other without routes; MAX_MACHINES fits into it.
         address = ["ip", "addr", "add", f"{self.address(machine)}/24", "dev", INTERFACE]
         commands = [["ip", "link", "set", "lo", "up"], address, ["ip", "link", "set", INTERFACE, "up"]]
-        # Shaped where it is sent, in the machine's own queue: its sockets feel the slow link, as they would
-        # feel a real one's driver.
+        # Shape in the sending machine's own queue: its sockets are slowed as by a real link's driver.
         if shaping := self.links[machine].shaping():
             commands.append(["tc", "qdisc", "add", "dev", INTERFACE, "root", *shaping])
         if self.delays.loss:
-            # Packets of the length that real links lose, each by itself.
+            # Send packets of a real link's size, so that each can be lost separately.
             commands.append(["ip", "link", "set", INTERFACE, "gso_max_segs", "1"])
         for command in commands:
             _run(*self.command_in(machine, *command))
@@ -239,26 +238,26 @@ class Network:
 
 
 class Namespace:
-    """A network namespace, held open by a process that sleeps; the kernel ends that with this process."""
+    """A network namespace, kept open by a sleeping process, which the kernel ends with this one."""
 
     def __init__(self, outer: Namespace | None = None) -> None:
         flags = _allowed_flags() if outer is None else ["--net"]
-        # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
+        # When the holder prints, `unshare` has made the namespace; before, there is nothing to enter.
         make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
         self.holder = _held(make if outer is None else outer.command(*make), READY)
-        # A namespace belongs to the user namespace that made it: who configures it must have entered that.
+        # A namespace belongs to the user namespace that made it: enter that to configure it.
         self._enter_user: list[str] = [] if outer is None else outer._enter_user
         if "--user" in flags:
             self._enter_user = [f"--user=/proc/{self.holder.pid}/ns/user", "--preserve-credentials"]
 
     def command(self, *command: str) -> list[str]:
-        """Return a command line that runs `command` in there."""
+        """Return a command line that runs `command` inside."""
         return ["nsenter", *self._enter_user, f"--net=/proc/{self.holder.pid}/ns/net", "--", *command]
 
 
 def _allowed_flags() -> list[str]:
-    """Return the flags with which this computer lets `unshare` make a first network namespace."""
-    # Tried, not deduced: whether it is allowed hangs on capabilities, sysctls and AppArmor alike.
+    """Return the flags with which `unshare` may make a first network namespace on this computer."""
+    # Try them: whether it is allowed depends on capabilities, sysctls and AppArmor.
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
@@ -268,14 +267,14 @@ def _allowed_flags() -> list[str]:
 
 
 def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
-    """Start a part of the lab, which ends with this process; it has printed `ready` when this returns."""
+    """Start a part of the lab, which ends with this process; return after it has printed `ready`."""
     part = subprocess.Popen(
-        # By the kernel, not an exit handler: even if this process is killed.
+        # Ended by the kernel, not an exit handler: even if this process is killed.
         ["setpriv", "--pdeathsig", "KILL", "--", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        # Ctrl-C on a terminal reaches the whole session; the lab passes it on, and still needs its parts.
+        # Ctrl-C on a terminal reaches a whole session; the lab forwards it, and still needs its parts.
         start_new_session=True,
     )
     assert part.stdout is not None
@@ -289,11 +288,11 @@ def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
 
 def _end(part: subprocess.Popen[str]) -> None:
     part.kill()
-    part.wait()  # or a zombie would stay until the lab ends
+    part.wait()  # otherwise a zombie would stay until the lab ends
 
 
 def _run(*command: str) -> str:
-    """Run a tool to its end; return what it printed."""
+    """Run a tool to its end; return its output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CommunicationError(f"{' '.join(command)} failed: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Measure a lab's link before the command runs: the round trip, and what leaves a machine in a second.
+"""Measure a lab's link before the command runs: the round trip, and the rate at which a machine sends.
 
 The lab runs this file on two machines: `link_check.py serve`, and `link_check.py measure ADDRESS SECONDS`.
 """
@@ -19,13 +19,13 @@ from threading import Thread
 
 READY = "listening"
 PORT = 29490
-CONNECTIONS = 8  # one alone may be slower than its link: its window is limited
+CONNECTIONS = 8  # a single one may be slower than its link, because its window is limited
 DATAGRAMS, BETWEEN_DATAGRAMS_SECONDS, PATIENCE_SECONDS = 15, 0.01, 3.0
-MIN_RAMP_SECONDS, RAMP_ROUND_TRIPS = 0.5, 12  # while connections find out how fast they can go
+MIN_RAMP_SECONDS, RAMP_ROUND_TRIPS = 0.5, 12  # while connections find their rate
 
 
 def serve() -> None:
-    """Send datagrams back, and read what comes on connections."""
+    """Send datagrams back, and read from connections."""
     server, echo = socket.create_server(("", PORT)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     echo.bind(("", PORT))
     print(READY, flush=True)
@@ -35,11 +35,11 @@ def serve() -> None:
 
 
 def measure(address: str, seconds: float) -> tuple[float, float]:
-    """Return a round trip's seconds, and the bits per second that leave this machine's interface."""
+    """Return a round trip's seconds, and the bits per second that this machine's interface sends."""
     round_trip = _round_trip_seconds(address)
     connections = [socket.create_connection((address, PORT)) for _ in range(CONNECTIONS)]
     for connection in connections:
-        # Bytes not sent when this process ends are dropped, or they would be in the way of the command.
+        # Drop unsent bytes when this process ends: they would delay the command's.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         _repeat(partial(connection.send, bytes(2**18)))
     time.sleep(max(MIN_RAMP_SECONDS, RAMP_ROUND_TRIPS * round_trip))
@@ -49,10 +49,10 @@ def measure(address: str, seconds: float) -> tuple[float, float]:
 
 
 def _repeat(call: Callable[[], int | bytes]) -> None:
-    """Call it again and again in a thread, as long as some bytes are sent or received."""
+    """Call it repeatedly in a thread, as long as bytes are sent or received."""
 
     def run() -> None:
-        with suppress(ConnectionError):  # the other end resets its connections when it has measured
+        with suppress(ConnectionError):  # the other end resets its connections after measuring
             while call():
                 pass
 
@@ -60,7 +60,7 @@ def _repeat(call: Callable[[], int | bytes]) -> None:
 
 
 def _round_trip_seconds(address: str) -> float:
-    """Measure by datagrams: a connection would send lost bytes again, and they would count as late."""
+    """Measure with datagrams: a connection would resend lost bytes, which would count as late."""
     seconds: list[float] = []
 
     def send_times() -> None:
@@ -76,7 +76,7 @@ def _round_trip_seconds(address: str) -> float:
             while len(seconds) < DATAGRAMS:
                 sent = float(peer.recv(64))
                 seconds.append(time.monotonic() - sent)
-    # The lower quartile: a busy computer is late with some, and that is not the link's.
+    # The lower quartile: a busy computer delays some, which is not the link's delay.
     return quantiles(seconds, n=4)[0] if len(seconds) > 1 else PATIENCE_SECONDS
 
 
@@ -87,7 +87,7 @@ def _sent_bytes() -> int:
 
 
 if __name__ == "__main__":
-    with suppress(PermissionError):  # only root may go before others on a busy computer
+    with suppress(PermissionError):  # only root may raise its priority
         os.nice(-20)
     if sys.argv[1] == "serve":
         serve()

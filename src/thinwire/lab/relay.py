@@ -1,6 +1,6 @@
 """A switch with latency, jitter and loss, between the network interfaces of a lab's machines.
 
-The lab runs this file as a separate process: the kernels that people have often lack netem.
+The lab runs this file as a separate process, because many kernels lack netem.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ READY = "the relay stands"
 
 EVERY_PROTOCOL = socket.htons(3)
 SOL_PACKET, PACKET_VNET_HDR = 263, 15
-# With this header each frame says which checksum it still lacks and how it is to be cut into packets. So
-# frames of 64 KiB pass as one, and no interface has to compute checksums.
+# With this header each frame says which checksum it lacks and how to cut it into packets. So frames of 64 KiB
+# pass as one, and no interface has to compute checksums.
 VNET_HEADER_BYTES = 10
-TO, SENDER, KIND = slice(10, 16), slice(16, 22), slice(22, 24)  # behind that header
+TO, SENDER, KIND = slice(10, 16), slice(16, 22), slice(22, 24)  # after that header
 ADDRESS_RESOLUTION = b"\x08\x06"
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 FRAME_BYTES = VNET_HEADER_BYTES + 2**16 + 64
-BUFFER_BYTES = 64 * 2**20  # a busy computer may keep the relay waiting for a while
-FRAMES_IN_A_ROW = 64  # from one interface, before others have their turn
+BUFFER_BYTES = 64 * 2**20  # a busy computer may delay the relay for a while
+FRAMES_IN_A_ROW = 64  # from one interface, before the next one
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Delays:
     """The delays and losses of a frame between two machines."""
 
     seconds: float = 0.0
-    jitter_seconds: float = 0.0  # longer or shorter at most; frames of one machine keep their order
+    jitter_seconds: float = 0.0  # at most this much longer or shorter; frames of one machine keep their order
     loss: float = 0.0  # probability
 
     def command(self, interfaces: list[str]) -> list[str]:
-        """Return the command line of a relay between interfaces of the namespace that it is run in."""
+        """Return the command line of a relay between interfaces of the namespace in which it runs."""
         return [sys.executable, "-S", __file__, json.dumps({**asdict(self), "interfaces": interfaces})]
 
 
 def relay(delays: Delays, interfaces: list[str]) -> None:
     """Forward frames until this process is ended."""
     ports = [_opened(name) for name in interfaces]
-    with suppress(PermissionError):  # only root may go before others on a busy computer
+    with suppress(PermissionError):  # only root may raise its priority
         os.nice(-20)
     print(READY, flush=True)
     draws = random.Random(0)
-    port_of: dict[bytes, int] = {}  # by hardware address, learned from what an interface sends
+    port_of: dict[bytes, int] = {}  # by hardware address, learned from sent frames
     due_frames: list[tuple[float, int, list[int], bytes]] = []
     last_due = [0.0] * len(ports)
     count = 0
@@ -61,7 +61,7 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
         while due_frames and due_frames[0][0] <= now:
             _, _, targets, frame = heappop(due_frames)
             for target in targets:
-                # A full queue, or a machine that has ended: the frame is lost, as on a real link.
+                # If the queue is full or the machine has ended, the frame is lost, as on a real link.
                 with suppress(OSError):
                     ports[target].send(frame)
         wait_seconds = max(0.0, due_frames[0][0] - time.monotonic()) if due_frames else None
@@ -70,14 +70,14 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
             for frame in _received(port):
                 to, sender = frame[TO], frame[SENDER]
                 port_of[sender] = source
-                # Questions for an address stay within this network: a real link carries none.
+                # Address requests are never lost: they stay in this network, and a real link has none.
                 is_question = frame[KIND] == ADDRESS_RESOLUTION
                 if delays.loss and not is_question and draws.random() < delays.loss:
                     continue
                 seconds = delays.seconds + delays.jitter_seconds * draws.uniform(-1, 1)
                 seconds = 0.0 if is_question else seconds
                 last_due[source] = max(last_due[source], time.monotonic() + seconds)
-                count += 1  # frames that are due at once leave in the order in which they came
+                count += 1  # frames due at the same time keep their order
                 others = [index for index in range(len(ports)) if index != source]
                 targets = [port_of[to]] if to in port_of else others
                 heappush(due_frames, (last_due[source], count, targets, frame))
@@ -89,7 +89,7 @@ def _opened(interface: str) -> socket.socket:
     for forced, plain in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
         try:
             port.setsockopt(socket.SOL_SOCKET, forced, BUFFER_BYTES)
-        except PermissionError:  # not root outside of the lab: as much as the system allows
+        except PermissionError:  # not root outside of the lab: use as much as the system allows
             port.setsockopt(socket.SOL_SOCKET, plain, BUFFER_BYTES)
     port.bind((interface, 0))
     port.setblocking(False)
@@ -103,7 +103,7 @@ def _received(port: socket.socket) -> list[bytes]:
             frame, address = port.recvfrom(FRAME_BYTES)
         except BlockingIOError:
             break
-        if address[2] != socket.PACKET_OUTGOING:  # what the relay itself has sent
+        if address[2] != socket.PACKET_OUTGOING:  # skip what the relay itself has sent
             frames.append(frame)
     return frames
 

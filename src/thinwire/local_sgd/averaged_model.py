@@ -153,7 +153,7 @@ class AveragedModel:
 
 
 def _identities(averaged: Iterable[Averaged]) -> dict[str, object]:
-    """Return what must not change in each tensor: object, shape, dtype and device."""
+    """Return each tensor's properties that must not change: object, shape, dtype and device."""
     return {
         name: (id(tensor), tuple(value.shape), value.dtype, value.device)
         for name, tensor, value in ((item.name, item.tensor, item.value) for item in averaged)

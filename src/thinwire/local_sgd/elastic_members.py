@@ -154,7 +154,7 @@ class LocalSGD(ModelAverager, Member):
     which the context catches. The residual of a member that vanishes is lost; `membership()` and a warning
     say how much.
 
-    Write the loop with `local.steps`, which a joining member gets from the others: `while local.steps < 10:`
+    Loop on `local.steps`, which a joining member gets from the others: `while local.steps < 1000: …`
 
     Args:
         model: A module. For a member of several processes, a DDP model or one in parts.

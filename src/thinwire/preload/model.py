@@ -1,4 +1,4 @@
-"""Attaches a DDP model that somebody else's code has built."""
+"""Attaches a DDP model that other code has built."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import default_store, forget_hooks_in, not_compiled, remove_forward_pre_hooks
 from thinwire.version import __version__
 
-STORE_SECONDS = 30.0  # how long a process waits for the others to say that they were started alike
-PASS_SECONDS = 1800.0  # and that they have come to their first pass: as long as for a message
+STORE_SECONDS = 30.0  # how long a process waits for the others to confirm that they were started the same
+PASS_SECONDS = 1800.0  # and that they have reached their first pass: as long as a message may take
 BY_ITSELF = "the script attaches by itself"
 
-_num_built: Counter[tuple[int, ...]] = Counter()  # models, of each group of processes
-_runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # of models that live
-_waiting: set[_Votes] = set()  # of models that have made no pass that trains, gone or not
+_num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processes
+_runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # of models that are alive
+_waiting: set[_Votes] = set()  # of models without a training pass yet, deleted or not
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
 
 
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
-    """Let scripts pickle and copy a model whole: what they get is as without the door."""
+    """Return a model's state for pickling and copying, without Thinwire's hooks."""
     state: dict[str, Any] = _state_of_ddp(model)  # type: ignore[no-untyped-call]
     if model in _attached:
         forget_hooks_in(state, "thinwire.")
@@ -55,12 +55,12 @@ DistributedDataParallel.__getstate__ = _state_without_ours  # type: ignore[metho
 
 
 def note_built(model: DistributedDataParallel) -> None:
-    """Attach a model before its first pass that trains, if all of its processes were started alike."""
+    """Attach a model before its first training pass, if all of its processes were started the same."""
     _log_to_stderr()
     votes = _Votes(model)
     try:
         options = Options.of()
-    except ThinwireError as error:  # typed into the environment by hand
+    except ThinwireError as error:  # the environment was set by hand
         votes.cast("built", str(error), STORE_SECONDS)
         if dist.get_rank() == 0:
             _say(f"the model stays as it is: {error}")
@@ -69,17 +69,17 @@ def note_built(model: DistributedDataParallel) -> None:
     if reason:
         _leave_alone(options, reason)
         return
-    # Later, since whoever builds the model may still register a hook of their own.
+    # Attach later: the code that builds the model may still register its own hook.
     model.register_forward_pre_hook(_BeforeFirstPass(options, votes))
     _waiting.add(votes)
 
 
 class _Votes:
-    """Words between the processes of a model, through the store by which they have met.
+    """Exchanges answers between a model's processes, through their rendezvous store.
 
-    With a store, not with messages: a process that was started without `thinwire attach` answers none. Models
-    are numbered by their group: if ranks 0 and 1 have built one of their own before, the next model of all
-    three is their second, and rank 2's first.
+    Through a store, not by messages: a process started without `thinwire attach` would not answer. Models
+    are numbered per group: if ranks 0 and 1 have built a model of their own before, the next model of all
+    three would be their second, but rank 2's first.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -88,7 +88,7 @@ class _Votes:
         self.number = _num_built[self.ranks]
 
     def cast(self, question: str, answer: str, seconds: float) -> str:
-        """Tell the others an answer; return why theirs do not go with it, "" if all are alike. Collective."""
+        """Publish an answer; return how the others' differ, "" if all are equal. Collective."""
         store, here = default_store(), dist.get_rank()
         keys = {rank: f"thinwire attach {self.ranks} {self.number} {question} {rank}" for rank in self.ranks}
         store.set(keys[here], answer)
@@ -103,14 +103,14 @@ class _Votes:
 
 
 class _BeforeFirstPass:
-    """A forward hook of a model that is to be attached; copies and pickled models have it too."""
+    """A forward hook of a model to be attached; copies and pickled models have it too."""
 
     def __init__(self, options: Options, votes: _Votes) -> None:
         self._options, self._votes = options, votes
 
     @not_compiled
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
-        # Evaluation may be one process's alone.
+        # Evaluation may run on one process only.
         if not (model.training and torch.is_grad_enabled()):
             return
         remove_forward_pre_hooks(model, _BeforeFirstPass)
@@ -125,7 +125,7 @@ class _BeforeFirstPass:
         answer = problem or ("" if run is None else run.loaded())
         differs = self._votes.cast("first pass", answer, PASS_SECONDS)
         if differs and sync is not None:
-            # Some processes could not attach, or have loaded something else: none keeps what it has.
+            # Some processes could not attach, or have loaded another state: detach on all.
             sync.detach()
         if differs or problem:
             if problem != BY_ITSELF:
@@ -136,7 +136,7 @@ class _BeforeFirstPass:
 
 
 def _why_not(model: DistributedDataParallel) -> str:
-    """Return why a model is not attached; "" if it can be tried."""
+    """Return why a model can't be attached; "" if it can be tried."""
     name, is_ours = hook_of(model)
     if is_ours:
         return BY_ITSELF
@@ -164,9 +164,9 @@ def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
 
 
 class _Run:
-    """What surrounds the training of an attached model: its checkpoint, its records, and the last line.
+    """The checkpoint, the records and the final log line of an attached model's training.
 
-    The model's engine keeps it, as an observer of its steps, so it ends with the model.
+    The model's engine holds it as an observer of its steps, so it ends with the model.
     """
 
     _has_begun = False
@@ -178,7 +178,7 @@ class _Run:
         self._watch, self._is_told_to_end = ExitStack(), False
 
     def loaded(self) -> str:
-        """Load what the folder holds; return what the processes compare: the step, or why it failed."""
+        """Load the folder's state; return the answer to compare: the step, or why it failed."""
         if self._folder is None or not any(self._folder.glob(LOCAL_NAME.format("*"))):
             return "step 0"
         try:
@@ -191,7 +191,7 @@ class _Run:
         self._stats, self._has_begun = self._sync.stats(), True
         engine_of(self._sync).reporter.observers.append(self._after_step)
         _runs.add(self)
-        # Python lets no other thread than the first take signals.
+        # In Python, only the main thread can handle signals.
         if self._folder is not None and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, _tell_runs_to_end)
@@ -212,29 +212,29 @@ class _Run:
         self._is_told_to_end = True
 
     def _after_step(self, committed: bool) -> None:
-        # Not in the signal's handler, which may come in the middle of a step.
+        # Not in the signal handler, which may run in the middle of a step.
         if self._is_told_to_end:
             _end_runs()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def __del__(self) -> None:
-        # The function that trained the model has returned, long before the process ends.
+        # The model is freed when the training function returns, long before the process ends.
         self.end()
 
     def end(self) -> None:
-        """Save what is remembered, and say what was sent, once."""
+        """Save the state, and log what was sent, once."""
         if not self._has_begun:
             return
         self._has_begun = False
         self._watch.close()
         if self._folder is not None:
             try:
-                self._sync.abandon()  # a pass that was interrupted
+                self._sync.abandon()  # if a pass was interrupted
                 save_local(self._sync, self._folder)
             except (ThinwireError, OSError) as error:
                 _say(f"nothing was saved: {error}")
-        # The device may have failed.
+        # Suppress: the device may have failed.
         with suppress(RuntimeError):
             before, now = self._stats, self._sync.stats()
             sent = (now.message_bytes - before.message_bytes) / 1e6
@@ -246,7 +246,7 @@ class _Run:
                 )
 
     def _numbered(self, path: str) -> str:
-        """Return a path for this model: a job may train several, such as a GAN's."""
+        """Return this model's own path: a job may train several models, such as a GAN."""
         return path if self._number == 1 else f"{path}.{self._number}"
 
 
@@ -265,7 +265,7 @@ def _end_runs() -> None:
 
 
 def _leave_alone(options: Options, reason: str) -> None:
-    """Say that a model stays as it is; with --strict, raise."""
+    """Log that a model stays as it is; with --strict, raise."""
     if options.strict:
         raise AttachError(reason)
     if dist.get_rank() == 0:
@@ -278,7 +278,7 @@ def _trains(optimizer: Any, owned: set[int]) -> bool:
 
 
 def _log_to_stderr() -> None:
-    """Show what Thinwire logs, such as its first line, unless the script shows it already."""
+    """Show Thinwire's logs, such as its first line, unless the script already does."""
     logger = logging.getLogger("thinwire")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""What `thinwire attach` was told, as it travels in the environment."""
+"""The options of `thinwire attach`, passed in the environment."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Options:
     """How processes attach their models.
 
     Attributes:
-        algorithm: As it is written in Python, such as `Quantize(bits=4)`; or `4 bits`, or `auto()`.
+        algorithm: As written in Python, such as `Quantize(bits=4)`; or `4 bits`, or `auto()`.
         watch: A file for the first process's records; None for none.
-        checkpoint: A folder for what each process remembers, read at the start and written at the end.
+        checkpoint: A folder for each process's state, read at the start and written at the end.
         strict: Whether a model that can't be attached ends the training.
     """
 
@@ -41,7 +41,7 @@ class Options:
             raise ConfigError("auto with a checkpoint: auto chooses again in each run; leave one of both out")
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which `of` finds these options in another process."""
+        """Return the variables from which `of` reads these options in another process."""
         options = asdict(self)
         return {VARIABLE: options.pop("algorithm"), OPTIONS_VARIABLE: json.dumps(options)}
 
@@ -55,7 +55,7 @@ def averaging_of(text: str) -> Algorithm | Callable[..., Auto]:
     settings = parsed(text)
     if isinstance(settings, Algorithm):
         return settings
-    # Here: it measures, which needs more than an algorithm does.
+    # Imported here: `auto` needs more modules than an algorithm.
     from thinwire.advice.automatic import auto  # noqa: PLC0415
 
     takes = signature(auto).parameters.values()

@@ -1,4 +1,4 @@
-"""Waits for torch's DDP to be imported, and lets each model that is built be attached.
+"""Waits for torch's DDP to be imported, and attaches each model that is built.
 
 Every Python process under `thinwire attach` runs this, so it imports next to nothing.
 """
@@ -18,7 +18,7 @@ MODULE = "torch.nn.parallel.distributed"
 
 
 class DDPFinder:
-    """Finds one module, once, and has its DDP class changed when the module has run."""
+    """Finds one module, once, and changes its DDP class after the module has run."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: ModuleType | None = None
@@ -41,7 +41,7 @@ class DDPFinder:
 
 
 def watch_built(ddp: Any) -> None:
-    """Let each model of a DDP class be attached, once it is built."""
+    """Attach each model of a DDP class once it is built."""
     import atexit  # noqa: PLC0415
     from functools import wraps  # noqa: PLC0415
 
@@ -51,7 +51,7 @@ def watch_built(ddp: Any) -> None:
     @wraps(build)
     def build_and_note(model: Any, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)
-        # Here, so that a process that builds no DDP model imports nothing of Thinwire.
+        # Imported here, so that a process that builds no DDP model imports nothing of Thinwire.
         from thinwire.preload.model import note_built  # noqa: PLC0415
 
         note_built(model)
@@ -60,7 +60,7 @@ def watch_built(ddp: Any) -> None:
 
 
 def tell_if_nothing_was_built() -> None:
-    """Say at the end of a job's first process, or of one that trained alone, that it built no DDP model."""
+    """Print at the end of a job's first process, or of one that trained alone, that it built no DDP model."""
     is_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
     if os.environ.get("RANK", "0") != "0" or "thinwire.preload.model" in sys.modules:
         return

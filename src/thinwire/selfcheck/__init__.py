@@ -1,1 +1,1 @@
-"""`thinwire check`: does it work on these processes, this backend, these devices?"""
+"""`thinwire check`: does Thinwire work on these processes, this backend, these devices?"""

@@ -21,25 +21,25 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.settings import loss_scale_of
 
-# Enough that an overflow in the middle would show in the steps behind it.
+# Enough that an overflow in the middle would show in later steps.
 STEPS = 6
-# Two of one shape, so that matrices are batched; some too small to be compressed, which travel beside.
+# Two of one shape, so that matrices are batched; some too small to be compressed.
 SHAPES = {"conv": (40, 6, 3, 3), "linear": (64, 32), "same": (64, 32), "bias": (64,), "scale": ()}
 
 Check: TypeAlias = "Callable[[CheckContext], None]"
 
 
 class CheckContext:
-    """A process's gradients, what averages them, and in `findings` what is wrong since a check began.
+    """A process's gradients, the engines that average them, and the current check's problems in `findings`.
 
-    A check notes what is wrong and goes on, so that it makes the same collectives on all processes.
+    A check records problems and continues, so that it makes the same collectives on all processes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.findings: list[str] = []
         self.transport = ProcessGroupTransport(None, device)
-        # Groups inside of the machine and between machines, as `attach` finds them.
+        # Groups inside the machine and between machines, as `attach` finds them.
         self.machines, _ = machines_of(self.transport)
         self.specs = tuple(
             ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
@@ -53,7 +53,7 @@ class CheckContext:
         print(f"thinwire: process {self.transport.rank}: {what}", file=sys.stderr, flush=True)
 
     def gradient(self, step: int, process_rank: int | None = None) -> torch.Tensor:
-        # Drawn on the CPU: the generators of other devices draw other numbers, and devices may differ.
+        # Drawn on the CPU: generators of other devices draw other numbers, and devices may differ.
         seed = 1000 * (self.transport.rank if process_rank is None else process_rank) + step
         numel = sum(spec.numel for spec in self.specs)
         return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(self.device)
@@ -67,7 +67,7 @@ class CheckContext:
         return Engine(algorithm, self.transport, self.specs, Settings(**settings), machines=self.machines)
 
     def average(self, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
-        """Make one step, and return what it has made of the gradient, in place."""
+        """Make one step, and return the gradient, averaged in place."""
         engine.average([(self.specs, gradient)])
         return gradient
 
@@ -89,13 +89,13 @@ def gives_the_mean(context: CheckContext, algorithm: Algorithm, tolerance: float
 def loses_nothing(context: CheckContext, algorithm: Algorithm, tolerance: float) -> None:
     """Check that results and residual add up to the true means, and that something was compressed."""
     engine = context.engine(algorithm)
-    # In float64: the sums themselves must lose nothing.
+    # In float64, so that the sums themselves lose nothing.
     sent, true = (torch.zeros_like(context.true_mean(0)) for _ in range(2))
     for step in range(STEPS):
         sent += context.average(engine, context.gradient(step))
         true += context.true_mean(step)
-    # The saved state has the mean of the processes' residuals, which is what the sum of means lacks.
-    # Parameters that travel uncompressed have none.
+    # The saved state has the mean of the processes' residuals, which the sum of means lacks. Parameters that
+    # are sent uncompressed have none.
     saved = dict(engine.state_dict()["error"])
     residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in context.specs]
     lost = gap(sent + torch.cat(residual).to(context.device), true)
@@ -114,7 +114,7 @@ def overflow_leaves_no_trace(context: CheckContext, *, host_check: bool) -> None
     for step in range(STEPS):
         if step == 3:
             gradient = context.gradient(99)
-            # On one process: the others must learn of it by what they receive.
+            # On one process: the others must notice it in what they receive.
             gradient[0] = torch.inf if context.transport.rank == 0 else gradient[0]
             is_skipped = bool(context.average(hit, gradient).isnan().all())
             context.expect(is_skipped, "the gradients of that step are not all NaN")
@@ -125,7 +125,7 @@ def overflow_leaves_no_trace(context: CheckContext, *, host_check: bool) -> None
 
 
 def state_resumes(context: CheckContext) -> None:
-    """Check that a run that goes on after saving and one that resumes are equal to the bit."""
+    """Check that a run that continues after saving and one that resumes are equal to the bit."""
     first = context.engine(PowerSGD(matrix_rank=2))
     for step in range(STEPS):
         context.average(first, context.gradient(step))
@@ -136,11 +136,11 @@ def state_resumes(context: CheckContext) -> None:
 
 
 def differences_are_refused(context: CheckContext) -> None:
-    """Check that processes with unlike settings are refused, all of them."""
-    # Alone, there is no one to differ from.
+    """Check that all processes raise if their settings differ."""
+    # A single process can't differ.
     if context.transport.size == 1:
         return
-    # One differs from all others, and those must hear of it as well: who went on would wait for it in vain.
+    # One differs from all others, which must raise as well: a process that continued would wait in vain.
     engine = context.engine(PowerSGD(matrix_rank=1 + (context.transport.rank == 0)))
     try:
         engine.agree(context.device)

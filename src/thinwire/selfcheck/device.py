@@ -1,4 +1,4 @@
-"""Measures a device: is its arithmetic right, by whose kernels, and how long is a step of GPT-2 small?"""
+"""Measures a device: is its arithmetic right, with which kernels, and how long is a step of GPT-2 small?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thinwire.tensors.accelerators import wait_for
 
 RANKS = (1, 4, 32)
 ALGORITHMS = [AllReduce(), Cast("bf16"), Quantize(bits=4), *(PowerSGD(matrix_rank=rank) for rank in RANKS)]
-UNTIMED_STEPS, TIMED_STEPS = 5, 5  # the first ones compile kernels, agree upon plans, and lay memory out
+UNTIMED_STEPS, TIMED_STEPS = 5, 5  # the first ones compile kernels, agree on plans, and allocate memory
 
 # Measured on one H100 (docs/results.md); launches: tests/gpu_ready/test_launches.py.
 COST_WITHOUT_TRITON = "which take 20 times as long for 4 bits, and 11 times the launches for low rank"
@@ -30,7 +30,7 @@ Row = dict[str, str | float]
 
 
 def gpt2_small() -> list[tuple[ParameterSpec, ...]]:
-    """Return a bucket of 28 MB for each layer's gradients but those of norms, and one for the embeddings'."""
+    """Return a 28 MB bucket for each layer's gradients without norms, and one for the embeddings."""
     layer = {"qkv": [2304, 768], "attention": [768, 768], "up": [3072, 768], "down": [768, 3072]}
     layer |= {f"{name}.bias": shape[:1] for name, shape in layer.items()}
     shapes = {f"{number}.{name}": shape for number in reversed(range(12)) for name, shape in layer.items()}
@@ -40,7 +40,7 @@ def gpt2_small() -> list[tuple[ParameterSpec, ...]]:
 
 
 def measure(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]]) -> dict[str, list[Row]]:
-    """Return rows of arithmetic, of steps, and of what failed, while the rest went on. Collective."""
+    """Return rows of arithmetic, of steps, and of failures, after which the rest continues. Collective."""
     page: dict[str, list[Row]] = {"arithmetic": [], "steps": [], "failures": []}
     parts = [("arithmetic", f"matrix rank {rank}", partial(_arithmetic, context, rank)) for rank in RANKS]
     parts += [("steps", str(kind), partial(_step, context, buckets, kind)) for kind in ALGORITHMS]
@@ -49,9 +49,9 @@ def measure(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]]) -> 
             context.say(f"measuring {table} of {name}")
         try:
             page[table].append({"of": name, **part()})
-        except Exception as error:  # any: a page with a gap says more than none
+        except Exception as error:  # any error: a page with a gap is better than none
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            is_lost = isinstance(error, CommunicationError)  # each further collective would wait in vain
+            is_lost = isinstance(error, CommunicationError)  # later collectives would wait in vain
             instead = "" if is_lost else _instead(context, part)
             page["failures"].append({"of": f"{table}, {name}", "why": why, "instead": instead})
             context.say(f"{table} of {name} failed: {why}{instead and '; '}{instead}")
@@ -61,14 +61,14 @@ def measure(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]]) -> 
 
 
 def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
-    """Name the kernels that would serve in place of those that fail, and their cost."""
+    """Return the kernels that could replace the failing ones, and their cost."""
     package = "Triton" if context.device.type == "cuda" else "Numba"
     cost = COST_WITHOUT_TRITON if package == "Triton" else "about half as fast on one thread"
     known, dispatch.backends = dispatch.backends, (dispatch.TORCH,)
     try:
-        # With several processes, the others may not have failed, and would not come to a second try.
+        # With several processes, others may not have failed, and would not take part in a second try.
         row = part() if context.transport.size == 1 else {}
-    except Exception:  # then it is not the kernels
+    except Exception:  # then the kernels are not the cause
         return "PyTorch's kernels fail, too: nothing serves instead"
     finally:
         dispatch.backends = known
@@ -78,14 +78,14 @@ def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
 
 
 def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
-    # Drawn on the CPU in float64, so that every device is judged by the same matrices.
+    # Drawn on the CPU in float64, so that every device gets the same matrices.
     generator = torch.Generator().manual_seed(matrix_rank)
     exact, residual = (torch.randn(1, 384, 256, generator=generator, dtype=torch.float64) for _ in range(2))
     start = torch.linalg.qr(torch.randn(256, matrix_rank, generator=generator, dtype=torch.float64)).Q.T
     matrix, error, right = (drawn.float().to(context.device) for drawn in (exact, residual, start[None]))
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
-    with full_precision(context.device):  # as in steps: TF32, if it is on, would be judged here
+    with full_precision(context.device):  # as in steps; otherwise this would measure TF32 if it is on
         kernels = dispatch.kernels_for(matrix, matrix_rank)
         (left,) = kernels.products([MatmulBatch(group, right, None, add_error=True)])
         (basis,) = kernels.orthonormal_rows([Rows(left)])

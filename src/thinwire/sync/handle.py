@@ -74,7 +74,7 @@ class GradientSync:
         Raises:
             ConfigError: It is not an algorithm.
             GradientError: It can't average a parameter's gradient.
-            StepError: A step is under way.
+            StepError: A step is in progress.
         """
         self._engine.check_between_steps("use()")
         self._engine.buckets.use(algorithm)
@@ -96,7 +96,7 @@ class GradientSync:
         processes do not call it as well, it logs that after 10 s, and fails after the group's timeout.
 
         Raises:
-            StepError: A step is under way.
+            StepError: A step is in progress.
             AgreementError: The processes differ in their steps or algorithms.
             CommunicationError: A collective failed, or some process did not call it; memory is as it was.
         """
@@ -116,7 +116,7 @@ class GradientSync:
         Cost: a copy of the state to the CPU, with zeros for parts that other processes of a machine hold.
 
         Raises:
-            StepError: A step is under way.
+            StepError: A step is in progress.
         """
         engine = self._engine
         engine.check_between_steps("local_state_dict()")
@@ -152,7 +152,7 @@ class GradientSync:
 
         Raises:
             StateError: It is not such a state, or is damaged, from a later version or a different model.
-            StepError: A step is under way.
+            StepError: A step is in progress.
         """
         with torch.inference_mode(False):  # not a decorator, so that warnings point at the caller's line
             self._engine.load(self._checked(state, strict=strict))
@@ -192,7 +192,7 @@ class GradientSync:
         inside `thinwire.join`. Cost: a copy of the state, mostly 4 bytes for each parameter with a residual.
 
         Raises:
-            StepError: A step is under way.
+            StepError: A step is in progress.
 
         Examples:
             >>> import thinwire, torch
@@ -248,7 +248,7 @@ class GradientSync:
 
         Raises:
             AttachError: This handle was not made by `attach`, or was detached already.
-            StepError: A step is under way.
+            StepError: A step is in progress.
         """
         if self._detach is None:
             raise AttachError(

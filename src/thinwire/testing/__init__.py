@@ -1,11 +1,11 @@
-"""Faults on a schedule: what a training script does when a process dies, stalls, overflows or is slow.
+"""Faults on a schedule, to test a training script when a process dies, stalls, overflows or is slow.
 
     sync = thinwire.attach(ddp_model, algorithm)
     with faults(sync, [fail_at(process=1, step=30, kind="kill")]):
         train(ddp_model)
 
-The same schedule is given to every process; each picks its own faults from it. They strike where a message
-of gradients is about to be sent: by DDP's hook, `thinwire.powersgd` or `LocalSGD`.
+Give the same schedule to every process; each picks its own faults from it. They strike just before a message
+of gradients is sent, by DDP's hook, `thinwire.powersgd` or `LocalSGD`.
 """
 
 from thinwire.comm.in_process import InProcessTransport, run_members

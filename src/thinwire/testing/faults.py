@@ -1,4 +1,4 @@
-"""Faults on a schedule, and the transport that lets them strike."""
+"""Faults on a schedule, and the transport that injects them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Fault:
     """A fault of one process in one step.
 
     Args:
-        process: Its rank in the group (of simulated workers, its number).
-        step: Of the `GradientSync`, from 0, those that were not finite and those before a resume included.
+        process: Its rank in the group (for simulated workers, the worker's number).
+        step: The `GradientSync`'s step, from 0, counting steps that were not finite or before a resume.
         kind: "non-finite" puts an infinity into the message, as an overflow in the gradients does. "slow"
             waits for `seconds`. "stall" stops the process (SIGSTOP), for `seconds` or forever. "kill" ends
-            it at once (SIGKILL). "raise" raises `InjectedError`.
-        after_messages: How many messages of the step it sends before. 0 is in the backward pass before
-            anything is sent; the number of buckets, between the first round and the second.
-        seconds: For "slow" and "stall".
-        restart: In which incarnation of a `torchrun` job, None for every one: a fault that causes a restart
-            should not strike again when the step is repeated.
+            it immediately (SIGKILL). "raise" raises `InjectedError`.
+        after_messages: How many messages the step sends before the fault. 0 is in the backward pass, before
+            anything is sent; the number of buckets is between the first round and the second.
+        seconds: The duration of "slow" and "stall".
+        restart: The restart of a `torchrun` job in which it strikes, None for all: a fault that causes a
+            restart should not strike again when the step is repeated.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -74,7 +74,7 @@ class Fault:
             )
 
 
-fail_at = Fault  # as a schedule reads
+fail_at = Fault  # reads better in a schedule
 
 
 def random_faults(
@@ -86,17 +86,17 @@ def random_faults(
     kinds: Sequence[Kind] = RECOVERABLE,
     seconds: float = 0.05,
 ) -> list[Fault]:
-    """Return a schedule drawn at random, the same for the same seed: at most one fault per step.
+    """Return a random schedule with at most one fault per step; equal seeds give equal schedules.
 
-    They strike in every incarnation of a job, in steps 0 to `steps`, exclusive; for `seconds` if slow or
-    stalled. By default their kinds are those that need no restart.
+    Faults strike in every restart of a job, in steps 0 to `steps`, exclusive; for `seconds` if slow or
+    stalled. By default they are of the kinds that need no restart.
     """
     if whole_number("num_faults", num_faults, minimum=0) > whole_number("steps", steps, minimum=0):
         raise ConfigError(f"num_faults must be at most steps, {steps}, got {num_faults}")
     whole_number("processes", processes, minimum=1)
     if not kinds:
         raise ConfigError(f"kinds must name at least one of {', '.join(get_args(Kind))}")
-    # A separate generator: the script draws the same numbers with faults as without.
+    # A separate generator, so that the script draws the same numbers with faults as without.
     draw = random.Random(seed)
     drawn = []
     for step in sorted(draw.sample(range(steps), num_faults)):
@@ -108,25 +108,25 @@ def random_faults(
 
 @contextmanager
 def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator[list[Fault]]:
-    """Let this process's faults strike while the context is open.
+    """Inject this process's faults inside the context.
 
     Args:
-        target: A `GradientSync`, or what has one (a `PowerSGDState` after its first step, an integration's
-            strategy, handler or callback after training began). For `LocalSGD`, a step is an averaging with
-            its algorithm; the steps of its warm-up and within a subgroup are not reached.
-        schedule: Of all processes.
+        target: A `GradientSync`, or an object that has one (a `PowerSGDState` after its first step, an
+            integration's strategy, handler or callback after training began). For `LocalSGD`, a step is an
+            averaging with its algorithm; warm-up and subgroup averagings are not reached.
+        schedule: The faults of all processes.
 
     Yields:
-        The faults that have struck on this process so far. A test should look that they did.
+        The faults that have struck on this process so far. A test should check that they did.
 
     Raises:
-        ConfigError: `schedule` holds something else, a process that is not in the group, or what would end
-            the process in which all simulated workers live.
+        ConfigError: `schedule` has something else than faults, or a process outside the group, or a fault
+            that would end the process of all simulated workers.
         AttachError: `target` is not attached yet.
     """
     engine = engine_of(target)
     restart = int(os.environ.get(RESTART_COUNT, "0"))
-    own, before = [], engine.wire  # perhaps faulty already, by a context around this one
+    own, before = [], engine.wire  # may already be faulty, due to an outer context
     for fault in schedule:
         if not isinstance(fault, Fault):
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
@@ -136,14 +136,14 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
             raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
         if fault.process == before.rank and fault.restart in (None, restart):
             own.append(fault)
-    # The wire carries steps alone. What is agreed upon and saved takes `engine.transport`, and is spared:
-    # the messages that a schedule counts are then the same with and without a resume.
+    # The wire carries only steps. Agreement and saving use `engine.transport`, without faults: so a schedule
+    # counts the same messages with and without a resume.
     faulty = _FaultyTransport(before, engine, own)
     engine.wire = faulty
     try:
         yield faulty.struck
     finally:
-        # Also if a fault has raised: steps made afterwards are healthy.
+        # Also if a fault has raised: later steps are healthy.
         engine.wire = before
 
 
@@ -162,8 +162,8 @@ class _FaultyTransport(Wrapped):
         if self._engine.steps != self._step:
             self._step, self._messages = self._engine.steps, 0
         due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
-        # Counted, taken off and noted before it strikes: a fault may leave this method by raising, or end the
-        # process, and the step that has failed may be made again.
+        # Count, remove and record the fault before it strikes: it may raise or end the process, and the
+        # failed step may be repeated.
         self._messages += 1
         for fault in due:
             self._waiting.remove(fault)
@@ -186,21 +186,21 @@ def _strike(fault: Fault, message: torch.Tensor) -> None:
     elif fault.kind == "stall":
         _stall(fault.seconds)
     elif fault.kind == "kill":
-        # Unlike `sys.exit` it cleans up nothing, as when a machine loses its power.
+        # Unlike `sys.exit`, this cleans up nothing, as when a machine loses power.
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         raise InjectedError(f"process {fault.process} raises in step {fault.step}, as scheduled")
 
 
 def _stall(seconds: float | None) -> None:
-    # SIGSTOP stops every thread of this process, so none of them could wake it: a shell does.
+    # SIGSTOP stops every thread of this process, so a shell must wake it.
     waker = None
     if seconds is not None:
-        # Again and again: the first one could come before the stop.
+        # Repeatedly: the first signal could arrive before the stop.
         wake = f"sleep {seconds}; while kill -CONT {os.getpid()}; do sleep 0.1; done"
         waker = subprocess.Popen(["sh", "-c", wake])
     os.kill(os.getpid(), signal.SIGSTOP)
-    # The shell runs until it is killed, and a different process may have this one's number by then.
+    # Kill the shell: it runs until then, and another process may get this one's id.
     if waker is not None:
         waker.kill()
         waker.wait()

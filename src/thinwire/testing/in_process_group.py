@@ -1,4 +1,4 @@
-"""A group whose members come and go within one process, for tests."""
+"""A group whose members come and go inside one process, for tests."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_STANDSTILLS = 8
 
 
 class InProcessLighthouse:
-    """Knows who is there, and forms quorums as torchft's lighthouse does. Members: `InProcessGroup(this)`.
+    """Tracks members, and forms quorums as torchft's lighthouse does. Members: `InProcessGroup(this)`.
 
-    A quorum is formed once all who are there ask for one. If all wait and no one can go on, those
-    who have not asked count as gone, like processes whose heartbeat stops. The arguments, and `options`
-    (`weigh_by` and `send_optimizer`), are as of `Group`, for all its members.
+    A quorum is formed once all present members ask for one. If all wait and none can continue, members that
+    have not asked count as gone, like processes whose heartbeat stops. The arguments, and `options`
+    (`weigh_by` and `send_optimizer`), are those of `Group`, for all its members.
     """
 
     def __init__(self, min_members: int = 1, wait_seconds: float = 5.0, **options: Any) -> None:
         self.min_members, self.wait_seconds, self.options = min_members, wait_seconds, options
         self.quorum_id = 0
-        self.members: list[InProcessGroup] = []  # that ever were, in the order in which they joined
+        self.members: list[InProcessGroup] = []  # all members ever, in the order in which they joined
         self.there: list[InProcessGroup] = []
         self.asking: list[InProcessGroup] = []
 
@@ -60,12 +60,12 @@ class _Quorum(Awaited):
 
 
 class InProcessGroup(Group):
-    """A member of a group in this process, by the lighthouse of all; the others wait for it from now on."""
+    """A member of a lighthouse's group in this process; the others wait for it from now on."""
 
     def __init__(self, lighthouse: InProcessLighthouse) -> None:
         super().__init__(lighthouse.min_members, lighthouse.wait_seconds, **lighthouse.options)
         self.kind = "in one process"
-        self.leaves_on_sigterm = False  # it would be for the process, and no one knows for which member
+        self.leaves_on_sigterm = False  # a signal to the process does not say for which member it is
         self.commits = 0
         self._lighthouse = lighthouse
         lighthouse.members.append(self)
@@ -77,8 +77,8 @@ class InProcessGroup(Group):
             lighthouse.there.append(self)
         lighthouse.asking.append(self)
         awaited = _Quorum(lighthouse, self)
-        # When no one can go on for the first time, those in the middle of an averaging learn of it; when that
-        # happens again, all who are left have come.
+        # The first time that no member can continue, those in the middle of an averaging get an error. The
+        # second time, all remaining members have asked.
         for standstills in range(MAX_STANDSTILLS):
             if standstills > 1:
                 lighthouse.there = [group for group in lighthouse.there if group in lighthouse.asking]

@@ -163,7 +163,7 @@ def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.T
 def bases_ahead(
     memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
 ) -> Round[list[torch.Tensor] | None]:
-    """Make the next step's starting bases; on accelerators for all buckets at once, to save launches.
+    """Make the next step's starting bases; on accelerators for all buckets together, to save launches.
 
     None on the CPU: there each bucket makes its own when it starts, while messages of others are in flight.
     """

@@ -1,1 +1,1 @@
-"""Arithmetic on the CPU, compiled by Numba. `tables` is the backend: until it is imported, Numba is not."""
+"""Arithmetic on the CPU, compiled by Numba. `tables` is the backend; importing it imports Numba."""

@@ -1,6 +1,6 @@
 """The passes over blocks of codes: each number is read, or written, once.
 
-What is read again, for the scale first and then for the codes, lies in a core's first cache. Addresses are in
+Numbers read twice, first for the scale and then for the codes, are in a core's L1 cache. Addresses are in
 bytes.
 """
 
@@ -50,25 +50,25 @@ from thinwire.tensors.coded import SCALE_BYTES
 Counts: TypeAlias = NDArray[np.int64]
 
 TOGETHER = 1024
-"""Elements of blocks of which all scales are found before any code: they stay in a core's first cache."""
+"""Elements of blocks whose scales are all computed before any code: they stay in a core's L1 cache."""
 
 FLOAT_BYTES = 4
 TINY = np.float32(2.0**-126)
 # Squares of numbers in between, and their sums, stay within fp32.
 SAFE_FROM, SAFE_TO = np.float32(1e-15), np.float32(1e15)
 INFINITE, NOT_A_NUMBER = 0x7F80, 0x7FC0  # in bf16
-SMALLEST = 0x0080  # one over what is smaller is not finite
+SMALLEST = 0x0080  # the reciprocal of a smaller number is not finite
 
 
 class Layout(NamedTuple):
     """How blocks are coded.
 
     Attributes:
-        block: Elements of one.
-        bits: Of a code.
+        block: Elements per block.
+        bits: Bits per code.
         last: The highest level.
-        reach: As of `Codebook`.
-        share: Blocks of a row of a message: first their scales, then their codes.
+        reach: As in `Codebook`.
+        share: Blocks per row of a message: first their scales, then their codes.
     """
 
     block: int
@@ -80,11 +80,11 @@ class Layout(NamedTuple):
 
 @inlined
 def _runs(numels: Counts, layout: Layout) -> Counts:
-    """Return where blocks lie side by side, both in the numbers and in a row of a message.
+    """Return runs of blocks that are contiguous both in the numbers and in a row of a message.
 
-    That is their first number and how many, and of the first block its row and its place there.
+    For each run: its first number, its count of numbers, and its first block's row and index in the row.
     """
-    # No generator: Numba never gives back what one was given, so each call would leak an array.
+    # Not a generator: Numba never frees a generator's arguments, so each call would leak an array.
     blocks = 0
     for numel in numels:
         blocks += -(-numel // layout.block)
@@ -106,7 +106,7 @@ def _runs(numels: Counts, layout: Layout) -> Counts:
 
 @inlined
 def _codes_at(scales: int, place: int, layout: Layout) -> int:
-    """Return where the codes of a block are, from where its scale is."""
+    """Return the offset of a block's codes from its scale."""
     return scales + SCALE_BYTES * (layout.share - place) + layout.block * layout.bits // 8 * place
 
 
@@ -144,7 +144,7 @@ def average(
                 whole = -(-some // block) * block
                 _add_up(received + codes, received + scales, row_bytes, factors, whole, room, layout)
                 _encode(room, some, message + codes, message + scales, layout)
-                # Unless it keeps losses, the room is used again and again, and stays in the first cache.
+                # Unless losses are kept, the buffer is reused, and stays in the L1 cache.
                 if keeps_lost:
                     _restore(room, message + codes, message + scales, whole, room, layout, True)
                     room += FLOAT_BYTES * whole
@@ -164,7 +164,7 @@ def _add_up(
     bits, part, everywhere = layout.bits, np.float32(1) / np.float32(len(factors)), first_lanes(WIDTH)
     wide = layout.block - layout.block % WIDE
     for begin in range(0, length, layout.block):
-        # Scales are divided by the members, and not sums: once for a block, and not for each number.
+        # Divide scales by the number of members, not sums: once per block, not once per number.
         for member in range(len(factors)):
             factors[member] = _number(load_half(scales + member * row_bytes)) * part
         for start in range(0, wide, WIDE):
@@ -185,7 +185,7 @@ def _add_up(
 
 @compiled
 def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
-    """Write the numbers that all blocks stand for."""
+    """Decode all blocks."""
     for run in _runs(numels, layout):
         first, length, row, place = run[0], run[1], run[2], run[3]
         scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
@@ -194,7 +194,7 @@ def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layo
 
 @compiled
 def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts, layout: Layout) -> None:
-    """Write what all blocks have not sent of some numbers."""
+    """Write numbers minus what all blocks have sent of them."""
     for run in _runs(numels, layout):
         first, length, row, place = run[0], run[1], run[2], run[3]
         scales, at = message + row * row_bytes + SCALE_BYTES * place, FLOAT_BYTES * first
@@ -203,14 +203,14 @@ def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts,
 
 @inlined
 def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) -> None:
-    """Write codes and scales of the blocks of some numbers, of which the last may be short."""
+    """Write codes and scales of the blocks of some numbers; the last block may be short."""
     block, bits = layout.block, layout.bits
     is_fitted = 1 < bits < 4
     together = max(1, TOGETHER // block) * block
     for begin in range(0, length, together):
         end, at = min(begin + together, length), scales
-        # All scales before the first code: a scale takes two divisions, one after the other. The codes of its
-        # block would have to wait for them; the scale of the next block does not.
+        # All scales before the first code: a scale takes two consecutive divisions. The codes of its block
+        # would have to wait for them; the scale of the next block does not.
         for start in range(begin, end, block):
             store_half(at, _scale(numbers + FLOAT_BYTES * start, min(block, end - start), layout))
             at += SCALE_BYTES
@@ -227,8 +227,8 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
                     levels = fitting(bits, sizes)
                     products = add_products(products, sizes, levels)
                     squares = add_products(squares, levels, levels)
-            # To the block's end: the codes behind a short one travel too, and must not be what memory
-            # happened to hold.
+            # To the block's end: the codes after a short block are sent too, and must not be uninitialised
+            # memory.
             for first in range(wide, block, WIDTH):
                 mask = first_lanes(max(0, min(WIDTH, filled - first)))
                 units = splat(factor) * load(here + FLOAT_BYTES * first, mask)
@@ -238,7 +238,7 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
                     nearest = inside(fitting(bits, some), mask)
                     products, squares = products + some * nearest, squares + nearest * nearest
             if is_fitted:
-                # In fp64, whose range holds it in whatever order LLVM multiplies and divides.
+                # In fp64, which does not overflow in whatever order LLVM multiplies and divides.
                 fitted = np.float64(number) * total(products) / total(squares)
                 store_half(scales, _rounded(np.float32(fitted), False))
             codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
@@ -248,7 +248,7 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
 def _restore(
     numbers: int, codes: int, scales: int, length: int, out: int, layout: Layout, subtracts: bool
 ) -> None:
-    """Write what blocks stand for or, if that is subtracted, what it leaves of some numbers."""
+    """Decode blocks or, if `subtracts`, write numbers minus the decoded blocks."""
     block, bits = layout.block, layout.bits
     for start in range(0, length, block):
         factor, filled = _number(load_half(scales)), min(block, length - start)
@@ -258,7 +258,7 @@ def _restore(
             if subtracts:
                 store_tile(out + at, subtract_levels(bits, here, factor, load_tile(numbers + at)))
             else:
-                # One product, rounded once: what is decoded must be the same to the bit with every backend.
+                # One product, rounded once: decoding must give the same bits with every backend.
                 store_tile(out + at, spread(splat(factor)) * read_tile(bits, here))
         for first in range(wide, filled, WIDTH):
             at, mask = FLOAT_BYTES * (start + first), first_lanes(min(WIDTH, filled - first))
@@ -270,7 +270,7 @@ def _restore(
 @inlined
 def _scale(numbers: int, length: int, layout: Layout) -> int:
     """Return the bits of a block's scale in bf16, before it is fitted to codes."""
-    # Together with the largest, if squares do not leave the range.
+    # In one pass with the largest, if squares stay in range.
     one, bits = np.float32(1), layout.bits
     wide = length - length % WIDE
     most_of, sums = splat(np.float32(0)), splat(np.float32(0))
@@ -286,7 +286,7 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
     most = largest(most_of)
     if bits >= 4:
         return _rounded(most / np.float32(layout.last), True)
-    # Outside of the safe range a second pass adds up shares of the largest.
+    # Outside of the safe range, a second pass sums values relative to the largest.
     unit = one
     if not SAFE_FROM < most < SAFE_TO:
         unit = most
@@ -301,24 +301,24 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
         return _rounded(unit * mean, False)
     root = unit * np.float32(math.sqrt(mean))
     low, high = most / np.float32(layout.reach[1]), most / np.float32(layout.reach[0])
-    # This avoids `min` and `max`, which might pass over NaN.
+    # Not `min` and `max`, which might ignore NaN.
     return _rounded(low if root < low else high if root > high else root, False)
 
 
 @inlined
 def _rounded(number: float, upwards: bool) -> int:
-    """Return the bits in bf16 of a number that is not negative."""
+    """Return the bf16 bits of a nonnegative number."""
     bits = bits_of(number)
     if bits >= INFINITE << 16:
         return INFINITE if bits == INFINITE << 16 else NOT_A_NUMBER
-    # Half to even, as torch rounds; upwards if the largest of a block must not be cut off.
+    # Half to even, as torch rounds; upwards if a block's largest must not be clipped.
     rounded = (bits + 0xFFFF) >> 16 if upwards else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded if rounded >= SMALLEST else 0
 
 
 @inlined
 def _number(scale: int) -> float:
-    """Return the scale of some bits in bf16; NaN if it is not finite."""
-    # Otherwise an infinite scale might end as the largest number of the gradient's type.
+    """Return the scale with some bf16 bits; NaN if it is not finite."""
+    # Otherwise an infinite scale might become the largest number of the gradient's dtype.
     number: float = float_of((NOT_A_NUMBER if scale >= INFINITE else np.int64(scale)) << 16)
     return number

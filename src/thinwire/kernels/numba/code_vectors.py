@@ -1,7 +1,7 @@
 """Numbers to packed codes and back, sixteen or sixty-four at a time, as operations of compiled code.
 
-LLVM would compare and pack numbers one by one: here are the vectors it should take. Eight codes, a byte each,
-are one whole number of 64 bits, in which they are pushed together in three steps.
+LLVM would compare and pack numbers one by one, so these functions emit vectors explicitly. Eight codes, a
+byte each, are one 64-bit integer, in which they are shifted together in three steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.Ve
 WITHOUT_SIGN = 0x7FFFFFFF
 FITTED = [bits for bits, codebook in CODEBOOKS.items() if codebook.statistic == "least squares"]
 ROUNDING = 1.5 * 2.0**23
-"""A number of fp32 around which there are whole ones only; its last byte is zero."""
+"""An fp32 number near which all numbers are integers; its last byte is zero."""
 
 
 def _all(kind: Any, value: float) -> Any:
@@ -44,7 +44,7 @@ def _all(kind: Any, value: float) -> Any:
 
 
 def _like(numbers: Any, element: Any) -> Any:
-    """Return the type of as many elements."""
+    """Return the vector type with the same number of elements."""
     return ir.VectorType(element, numbers.type.count)
 
 
@@ -56,7 +56,7 @@ def bits_of(builder: Any, number: Any) -> Any:
 
 @operation(types.float32(types.int64))
 def float_of(builder: Any, bits: Any) -> Any:
-    """Emit the number of some bits."""
+    """Emit the number with some bits."""
     return builder.bitcast(builder.trunc(bits, INT32), FLOAT)
 
 
@@ -81,8 +81,8 @@ def magnitudes(builder: Any, numbers: Any) -> Any:
 @operation(vector(vector, vector))
 def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
     """Emit the larger of magnitudes, element by element; NaN is larger than all."""
-    # Compare the bits as integers: without its sign a larger number has larger bits, and NaN the largest. A
-    # comparison of floats would pass over NaN.
+    # Compare the bits as integers: without signs, a larger number has larger bits, and NaN the largest. A
+    # comparison of floats would ignore NaN.
     bits = builder.bitcast(so_far, WORDS)
     largest_bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
     return builder.bitcast(largest_bits, NUMBERS)
@@ -117,7 +117,7 @@ def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
 
 @operation(vector(vector, types.int64))
 def add_squares(builder: Any, sums: Any, address: Any) -> Any:
-    """Emit sums, and to each the squares of four numbers."""
+    """Emit sums, each plus the squares of four numbers."""
     for part in _quarters(builder, address):
         sums = builder.fadd(sums, builder.fmul(part, part, flags=("contract",)), flags=("contract",))
     return sums
@@ -125,7 +125,7 @@ def add_squares(builder: Any, sums: Any, address: Any) -> Any:
 
 @operation(vector(vector, types.int64))
 def add_magnitudes(builder: Any, sums: Any, address: Any) -> Any:
-    """Emit sums, and to each the magnitudes of four numbers, in any order."""
+    """Emit sums, each plus the magnitudes of four numbers, in any order."""
     for part in _quarters(builder, address):
         sums = builder.fadd(sums, builder.bitcast(_without_sign(builder, part), NUMBERS))
     return sums
@@ -133,14 +133,14 @@ def add_magnitudes(builder: Any, sums: Any, address: Any) -> Any:
 
 @operation(tile(tile, tile))
 def add_rounded(builder: Any, sums: Any, products: Any) -> Any:
-    """Emit sums of products that are rounded before they are added, as PyTorch's are."""
+    """Emit sums plus products that are rounded before they are added, as in PyTorch."""
     # Without any flag Numba would add its own.
     return builder.fadd(sums, products, flags=("nsz",))
 
 
 @operation(vector(vector, tile, tile))
 def add_products(builder: Any, sums: Any, one: Any, other: Any) -> Any:
-    """Emit sums, and to each four products."""
+    """Emit sums, each plus four products."""
     products = builder.fmul(one, other, flags=("contract",))
     for start in range(0, WIDE, WIDTH):
         part = shuffled(builder, products, products, range(start, start + WIDTH))
@@ -150,13 +150,13 @@ def add_products(builder: Any, sums: Any, one: Any, other: Any) -> Any:
 
 @operation(vector(vector, mask_of_lanes))
 def inside(builder: Any, numbers: Any, mask: Any) -> Any:
-    """Emit the numbers inside a mask, and zeros."""
+    """Emit the numbers inside a mask, and zeros elsewhere."""
     return builder.select(mask, numbers, _all(NUMBERS, 0.0))
 
 
 def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any], some: Iterable[int] = CODEBOOKS) -> Any:
-    """Emit what is done for each of some numbers of bits, and the choice between them."""
-    # They are the same in a whole pass: LLVM takes the choice out of its loops.
+    """Emit the code for each number of bits, and the choice between them."""
+    # The bits do not change in a pass: LLVM moves the choice out of its loops.
     blocks = {num_bits: builder.append_basic_block(f"bits_{num_bits}") for num_bits in some}
     chosen, usual, found = builder.append_basic_block("chosen"), min(blocks), []
     choice = builder.switch(bits, blocks[usual])
@@ -183,7 +183,7 @@ def write(builder: Any, bits: Any, address: Any, units: Any) -> None:
 
 @operation(vector(types.int64, vector), of_tiles=tile(types.int64, tile))
 def fitting(builder: Any, bits: Any, units: Any) -> Any:
-    """Emit the levels that are nearest to magnitudes, if the scale is found by least squares."""
+    """Emit the levels nearest to magnitudes, if the scale is found by least squares."""
     return _by_bits(builder, bits, lambda num_bits: _nearest(builder, num_bits, units), FITTED)
 
 
@@ -201,7 +201,7 @@ def read_tile(builder: Any, bits: Any, address: Any) -> Any:
 
 @operation(tile(types.int64, types.int64, types.float32, tile))
 def subtract_levels(builder: Any, bits: Any, address: Any, factor: Any, numbers: Any) -> Any:
-    """Emit numbers less sixty-four levels times a factor."""
+    """Emit numbers minus sixty-four levels times a factor."""
 
     def emit(num_bits: int) -> Any:
         levels, factors = _read(builder, num_bits, address, WIDE), repeated(builder, factor, WIDE)
@@ -213,8 +213,8 @@ def subtract_levels(builder: Any, bits: Any, address: Any, factor: Any, numbers:
 
 def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
     """Emit the store of the codes of numbers, in units of their scale."""
-    # One bit is the comparison itself: a mask is stored as it is. Where packed codes begin is no
-    # multiple of a vector, hence the alignment.
+    # One bit is the comparison itself: store the mask as it is. Packed codes do not start at a multiple
+    # of a vector, hence the alignment.
     if bits == 1:
         is_positive = builder.fcmp_ordered(">", units, _all(units.type, 0.0))
         together = ir.IntType(units.type.count)
@@ -228,7 +228,7 @@ def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
     for shift, lower, upper in merges(bits):
         shifted = builder.and_(builder.lshr(eights, _all(eights.type, shift)), _all(eights.type, upper))
         eights = builder.or_(builder.and_(eights, _all(eights.type, lower)), shifted)
-    # The lowest bytes of each number of 64 bits, as many as a code has bits, one behind the other.
+    # The lowest bytes of each 64-bit integer, as many as a code has bits, concatenated.
     count = eights.type.count
     kept = [8 * place + byte for place in range(count) for byte in range(bits)]
     eights = builder.bitcast(eights, ir.VectorType(INT8, 8 * count))
@@ -237,17 +237,17 @@ def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
 
 
 def _places(builder: Any, bits: int, units: Any) -> Any:
-    """Emit which level is nearest to each number."""
+    """Emit the index of the level nearest to each number."""
     codebook = CODEBOOKS[bits]
     levels, words = codebook.levels, _like(units, INT32)
     if codebook.is_linear:
-        # Numbers that are not finite have such a scale, and need some valid code: NaN is not below.
+        # If a number is not finite, its scale shows it, but it needs a valid code: NaN is not below.
         last = _all(units.type, levels[-1])
         finite = builder.select(builder.fcmp_ordered("<", units, last), units, last)
-        # Their sum is a whole number, half to even, which stands in its last bits: faster than conversion.
+        # The sum is rounded to an integer, half to even, in its last bits: faster than a conversion.
         whole = builder.fadd(finite, _all(units.type, ROUNDING))
         return builder.add(builder.bitcast(whole, words), _all(words, int(levels[-1])))
-    # Compare magnitudes, and then signs: half the comparisons.
+    # Compare magnitudes, then signs: half the comparisons.
     upper = [level for level in levels if level >= 0]
     size = builder.bitcast(_without_sign(builder, units), units.type)
     place = _all(words, 0)
@@ -261,7 +261,7 @@ def _places(builder: Any, bits: int, units: Any) -> Any:
 
 
 def _nearest(builder: Any, bits: int, units: Any) -> Any:
-    """Emit the levels that `_places` finds, of magnitudes."""
+    """Emit the levels that `_places` finds, for magnitudes."""
     upper = [level for level in CODEBOOKS[bits].levels if level > 0]
     nearest = _all(units.type, upper[0])
     for low, high in pairwise(upper):
@@ -284,7 +284,7 @@ def _read(builder: Any, bits: int, address: Any, num_lanes: int) -> Any:
     else:
         count = num_lanes // 8
         packed = builder.load(at(builder, address, ir.VectorType(INT8, bits * count)), align=1)
-        # To each eight codes eight bytes; above those that they fill, the first of the zeros behind.
+        # Eight bytes for each eight codes; bytes beyond the packed ones are zeros.
         positions = [
             bits * place + byte if byte < bits else bits * count
             for place in range(count)
@@ -310,10 +310,10 @@ def _levels(builder: Any, bits: int, positions: Any) -> Any:
         signed = builder.sitofp(builder.sub(positions, middle), numbers)
         if not codebook.cubic:
             return signed
-        # Whole numbers, all of them: nothing is rounded.
+        # All are integers: nothing is rounded.
         square = builder.fmul(signed, signed)
         return builder.fmul(signed, builder.fadd(square, _all(numbers, codebook.cubic)))
-    # At most eight levels: chosen one after the other, without a table in memory.
+    # At most eight levels: select them one after the other, without a table in memory.
     chosen = _all(numbers, levels[0])
     for place, level in enumerate(levels[1:], 1):
         is_there = builder.icmp_unsigned(">=", positions, _all(positions.type, place))

@@ -1,4 +1,4 @@
-"""How the compiled arithmetic is compiled, and how it is handed many tensors in one call."""
+"""How arithmetic is compiled, and how it gets many tensors in one call."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Addresses: TypeAlias = NDArray[np.int64]
 # Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
 OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},
-    # Other threads go on meanwhile: the backward pass's, and the backend's.
+    # Other threads continue meanwhile: those of the backward pass and of the backend.
     "nogil": True,
-    # Partitioner by zero gives infinity, as in PyTorch, and loops need not look out for it.
+    # Division by zero gives infinity, as in PyTorch, and loops need no check.
     "error_model": "numpy",
-    # To compile takes seconds, and each process of a job would do it again.
+    # Compiling takes seconds, and each process of a job would repeat it.
     "cache": True,
 }
 
-# Numba keeps what it compiled until the function's own file changes, though it calls functions of others.
+# Numba caches compiled code until the function's own file changes, even if it calls functions of other files.
 SOURCES = sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()
@@ -37,19 +37,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function when it is called first, and keep that until any file of this folder changes."""
+    """Compile a function at its first call, and cache it until any file of this folder changes."""
     return cast("Function", _keyed_by_sources(njit(**OPTIONS)(function)))
 
 
 def inlined(function: Function) -> Function:
-    """Compile a function as `compiled` does, to become a part of those that call it."""
-    # So vectors stay in registers from one to the next, and what is constant for a caller is so within.
+    """Compile a function as `compiled` does, inlined into its callers."""
+    # So vectors stay in registers between functions, and a caller's constants are constants inside.
     return cast("Function", _keyed_by_sources(njit(**OPTIONS, forceinline=True)(function)))
 
 
 def _keyed_by_sources(dispatcher: Any) -> Any:
-    # Numba has no public word for what it compares; if that is gone, `dispatch` does without Numba. Names of
-    # files change too: those of an older version may name types that are gone, and Numba could not read them.
+    # Numba has no public API for the stamp that it compares; if it is gone, `dispatch` does without Numba.
+    # File names change too: old files may name types that are gone, and Numba could not read them.
     file = dispatcher._cache._cache_file
     file._source_stamp = SOURCES
     file._index_path = file._index_path.replace(".nbi", f".{SOURCES[:8]}.nbi")
@@ -58,8 +58,8 @@ def _keyed_by_sources(dispatcher: Any) -> Any:
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
-    """Return where tensors lie, to hand over many in one call."""
-    # An address tells neither type nor strides: compiled code would read, and write, whatever lies there.
+    """Return the addresses of tensors, to pass many in one call."""
+    # An address has no dtype or strides: compiled code would read and write whatever is there.
     if not all(tensor.is_contiguous() and tensor.dtype is torch.float32 for tensor in tensors):
         raise AssertionError("compiled code got a tensor that is not contiguous or not fp32")
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)

@@ -1,10 +1,10 @@
 """The passes over one matrix after the other: each element is read and written once.
 
-A matrix is taken four rows at a time if that serves, sixteen columns of them in a tile: a number of a factor
-that is loaded serves all four, and later rows are already on their way from memory. Factors have four rows;
-those beyond the matrix rank are zero. Addresses and distances are in bytes: `line` is that from one row of a
-matrix to the next, `stride` that of a factor. Right factors are worked on in copies with room for whole
-vectors, which live as long as the loop that fills them.
+A matrix is processed four rows at a time where that is faster, with sixteen of their columns in a tile. Each
+loaded number of a factor serves all four rows, and later rows are prefetched from memory. Factors have four
+rows; rows beyond the matrix rank are zero. Addresses and distances are in bytes: `line` is the distance of a
+matrix's rows, `stride` that of a factor's. Right factors are used in copies padded to whole vectors, which
+live as long as the loop that fills them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Rows: TypeAlias = NDArray[Any]
 
 FLOAT_BYTES = 4
 
-# Rows shorter than this are multiplied one at a time, as they lie in memory: adding up sixteen num_lanes then
-# costs more than loading factors again.
+# Rows shorter than this are multiplied one at a time, in memory order: summing sixteen lanes then costs more
+# than loading factors again.
 WIDE_BYTES = 4096
 
-# About how far ahead memory is asked for, or four rows if that is further.
+# About how far ahead memory is prefetched, or four rows if that is further.
 AHEAD_BYTES = 16 * 1024
 
 
@@ -57,7 +57,7 @@ def all_products(
     """Add `scale` times its error to every M and write (M Q)ᵀ to its `left`."""
     rows, line = lefts.shape[2], FLOAT_BYTES * rights.shape[2]
     scales, right = spread(splat(np.float32(scale))), _room(line)
-    # An address keeps nothing alive: `right` must be used until the loop has ended, which copies into it.
+    # An address keeps nothing alive: `right` must be used until the end of the loop that copies into it.
     q, stride = right.ctypes.data, FLOAT_BYTES * right.shape[1]
     together = rows - rows % 4 if line >= WIDE_BYTES else 0
     for k in range(len(matrices)):
@@ -76,11 +76,11 @@ def all_products(
 
 @inlined
 def _products(m: int, e: int, line: int, scale: Tile, q: int, stride: int, count: int) -> Tiles:
-    """Add to four rows of M, or to one; M Q of each, still to be totalled."""
+    """Add errors to four rows of M, or one; return M Q of each as lanes, not summed yet."""
     none = spread(splat(np.float32(0)))
     p = (none, none, none, none)
     whole = line - line % VECTOR_BYTES
-    # Whole vectors first, then what is left of the row under a mask: memory behind it is not touched.
+    # Whole vectors first, then the rest of the row under a mask: memory after it is not touched.
     for at in range(0, whole, VECTOR_BYTES):
         p = _add_products(m + at, e + at, line, scale, q + at, stride, p, count, WIDTH)
     if whole < line:
@@ -115,7 +115,7 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
     rows, line = lefts.shape[2], FLOAT_BYTES * owns.shape[2]
     own = _room(line)
     t, stride = own.ctypes.data, FLOAT_BYTES * own.shape[1]
-    # Four rows at a time however short they are: here nothing is added up across columns.
+    # Four rows at a time, however short they are: nothing is summed across columns.
     together = rows - rows % 4
     for k in range(len(matrices)):
         own[:] = 0
@@ -124,7 +124,7 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
             r, s = _column(lefts, k, i + 2), _column(lefts, k, i + 3)
             _project(matrices[k] + i * line, line, (p, q, r, s), t, stride, 4)
         for i in range(together, rows):
-            # The other three rows are loaded as zeros, so it does not matter what they are multiplied with.
+            # The other three rows are loaded as zeros, so their factors do not matter.
             p = _column(lefts, k, i)
             _project(matrices[k] + i * line, line, (p, p, p, p), t, stride, 1)
         _copy(own, owns[k])
@@ -154,7 +154,7 @@ def _project(m: int, line: int, p: Tiles, t: int, stride: int, count: int) -> No
 
 @inlined
 def _plus_products(sums: Tile, tiles: Tiles, rows: Tile) -> Tile:
-    """Add each of four tiles, times a row that is the same for all of it."""
+    """Add each of four tiles, multiplied by a row."""
     a, b, c, d = rows_of(rows)
     return sums + tiles[0] * spread(a) + tiles[1] * spread(b) + tiles[2] * spread(c) + tiles[3] * spread(d)
 
@@ -169,7 +169,7 @@ def reconstruct_all(
     mean_lefts: FactorBatch,
     mean_rights: FactorBatch,
 ) -> None:
-    """Write what was not sent of every M, times `inverse_scale`, to its error, and turn M into the mean."""
+    """Write what was not sent of every M, times `inverse_scale`, to its error, and replace M by the mean."""
     rows, line = sent_lefts.shape[2], FLOAT_BYTES * sent_rights.shape[2]
     inverse, own, mean = spread(splat(np.float32(inverse_scale))), _room(line), _room(line)
     stride, together = FLOAT_BYTES * own.shape[1], rows - rows % 4
@@ -180,8 +180,8 @@ def reconstruct_all(
             m, e = matrices[k] + i * line, errors[k] + i * line
             p = _by_factor_row(sent_lefts, k, i, 4), own.ctypes.data
             q = _by_factor_row(mean_lefts, k, i, 4), mean.ctypes.data
-            # Past the caches: what was there is not read first, and no one reads it before the next step.
-            # Decided here, so that the answer is compiled in, not asked for every sixteen numbers.
+            # Non-temporal stores: the old values are not read first, and nothing reads the new ones before
+            # the next step. Decide here, so that the choice is compiled in, not made every sixteen numbers.
             if (errors[k] | line) % VECTOR_BYTES == 0:
                 _reconstruct(m, e, line, inverse, p, q, stride, 4, True)
             else:
@@ -224,7 +224,7 @@ def _reconstruct(
     count: int,
     past_caches: bool,
 ) -> None:
-    """Reconstruct four rows of M, or one. `past_caches`: whether the error is written so."""
+    """Reconstruct four rows of M, or one. `past_caches`: write the error with non-temporal stores."""
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         _fetch_rows(m + at, line, count)
@@ -244,7 +244,7 @@ def _reconstruct(
 
 @inlined
 def _combined(pair: tuple[Tiles, int], at: int, stride: int) -> Tile:
-    """Return sixteen columns of what a left and a right factor stand for."""
+    """Return sixteen columns of the product of a left and a right factor."""
     left, right = pair
     a, b, c, d = rows_of(_load_rows(right + at, stride, 4, WIDTH))
     return left[0] * spread(a) + left[1] * spread(b) + left[2] * spread(c) + left[3] * spread(d)
@@ -252,9 +252,9 @@ def _combined(pair: tuple[Tiles, int], at: int, stride: int) -> Tile:
 
 @compiled
 def _room(line: int) -> Matrix:
-    """Return room for a factor's copy: whole vectors, and one more."""
-    # One more, so that rows of 1024 columns or a multiple are not some times 4 KiB apart: of such, a first
-    # cache keeps but a few at a time.
+    """Return a buffer for a factor's copy: whole vectors, and one more."""
+    # One more, so that rows of a multiple of 1024 columns are not a multiple of 4 KiB apart: an L1 cache
+    # keeps only a few such rows at a time.
     return np.zeros((4, (line // VECTOR_BYTES + 2) * WIDTH), np.float32)
 
 
@@ -269,7 +269,7 @@ def _copy(factor: Matrix, to: Matrix) -> None:
 @inlined
 def _load_rows(address: int, stride: int, count: int, num_lanes: int) -> Tile:
     """Return the first `num_lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
-    # For a single row the others are masked out: their addresses are not its, and are never touched.
+    # For a single row, the others are masked out: their addresses are out of bounds, and are not touched.
     mask, others = first_lanes(num_lanes), first_lanes(num_lanes if count > 1 else 0)
     a, b = load(address, mask), load(address + stride, others)
     return tile_of(a, b, load(address + 2 * stride, others), load(address + 3 * stride, others))
@@ -288,7 +288,7 @@ def _store_rows(address: int, stride: int, rows: Tile, count: int, num_lanes: in
 
 @inlined
 def _stream_rows(address: int, stride: int, rows: Tile) -> None:
-    """Write four rows past the caches: what was there is not read first. Both are multiples of 64."""
+    """Write four rows with non-temporal stores. Address and stride are multiples of 64."""
     a, b, c, d = rows_of(rows)
     stream(address, a)
     stream(address + stride, b)
@@ -298,7 +298,7 @@ def _stream_rows(address: int, stride: int, rows: Tile) -> None:
 
 @inlined
 def _fetch_rows(address: int, line: int, count: int) -> None:
-    """Ask for four rows that come later; not for one, which the processor foresees by itself."""
+    """Prefetch four later rows; not a single row, which the processor prefetches itself."""
     address += max(4 * line, AHEAD_BYTES // line * line)
     if count > 1:
         fetch(address)
@@ -307,16 +307,16 @@ def _fetch_rows(address: int, line: int, count: int) -> None:
         fetch(address + 3 * line)
 
 
-# Orthonormal rows, as `torch_kernels.orthonormal_rows` makes them of all matrices at once.
+# Orthonormal rows, as in `torch_kernels.orthonormal_rows` for all matrices together.
 
 
 @compiled
 def orthonormal(batch: FactorBatch, drawn: Matrix, bases: FactorBatch) -> None:
-    """Write an orthonormal basis of the rows of every matrix, with drawn rows in place of zeros."""
+    """Write an orthonormal basis of the rows of every matrix, with drawn rows instead of zero rows."""
     count, columns = batch.shape[1:]
     gram, weights = np.empty((count, count)), np.empty((count, count))
     once, twice = np.empty((count, columns)), np.empty((count, columns))
-    # Twice: what one pass leaves of nearly dependent rows, the second takes out.
+    # Twice: the second pass removes what the first one leaves of nearly dependent rows.
     for i in range(len(batch)):
         for k in range(count):
             if not np.any(batch[i, k]):
@@ -336,7 +336,7 @@ def _write_gram(rows: Rows, gram: Coefficients) -> None:
         x = rows[k]
         for m in range(k + 1):
             y = rows[m]
-            # In float64: nearly dependent rows differ in digits that fp32 does not have.
+            # In float64: nearly dependent rows differ only in digits that fp32 does not have.
             total = 0.0
             for j in range(len(x)):
                 total += np.float64(x[j]) * np.float64(y[j])
@@ -347,11 +347,11 @@ def _write_gram(rows: Rows, gram: Coefficients) -> None:
 def _write_inverse_cholesky(gram: Coefficients, inverse: Coefficients) -> None:
     """Write the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent.
 
-    The Gram matrix is overwritten: it becomes one of cosines, and of what is left of them.
+    The Gram matrix is overwritten, first by cosines and then during elimination.
     """
     count = len(gram)
     inverse[:] = 0
-    # Rows of length one first: whether one depends on others is a question of angles, not of lengths.
+    # Normalise rows first: whether a row depends on others is a question of angles, not of lengths.
     for k in range(count):
         inverse[k, k] = 1 / math.sqrt(gram[k, k]) if gram[k, k] > 0 else 0.0
     for k in range(count):

@@ -1,7 +1,7 @@
 """Numba's kernels: fp32 on the CPU, low rank up to 4 on one thread, codes to the nearest level.
 
-Compiled passes read and write each element once; PyTorch's operations take several passes. What is not
-compiled here, PyTorch's functions do.
+Compiled passes read and write each element once; PyTorch's operations take several passes. Functions that are
+not compiled here are PyTorch's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thinwire.tensors.rounding import RandomBits
 
 
 def _addresses_of(group: MatrixGroup) -> tuple[Addresses, Addresses | None]:
-    """Return where the matrices and residuals of a group lie; no residuals unless each has one."""
+    """Return the addresses of a group's matrices and residuals; no residuals unless each matrix has one."""
     bound: tuple[Addresses, Addresses | None] | None = group.bound.get("numba")
     if bound is None:
         errors = [error for error in group.errors if error is not None]
@@ -36,7 +36,7 @@ def _addresses_of(group: MatrixGroup) -> tuple[Addresses, Addresses | None]:
 
 
 def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
-    """Read and write every matrix once; unless each of a group has a residual, PyTorch's products do it."""
+    """Read and write every matrix once; use PyTorch's products unless each of a group has a residual."""
     scale, lefts = _number(items[0].loss_scale), []
     for item in items:
         group, right = item.group, item.factor
@@ -51,11 +51,11 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 
 
 def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
-    """Read every matrix once; its residual is added in a pass before."""
+    """Read every matrix once; add its residual in an earlier pass."""
     owns = []
     for item in items:
         group, left = item.group, item.factor
-        # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
+        # Only `alternating` needs this: an extra pass every other step saves more code to compile.
         if item.add_error:
             torch_kernels.add_errors(group, item.loss_scale)
         own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
@@ -65,7 +65,7 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
-    """Read and write every matrix once; several terms, or no residuals, are left to PyTorch's products."""
+    """Read and write every matrix once; use PyTorch's products for several terms or without residuals."""
     inverse_scale = 1 / _number(items[0].loss_scale)
     for item in items:
         if item.errors is None or len(item.terms) > 1 or item.is_healthy is not None:
@@ -86,26 +86,26 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     for item in items:
         rows = item.rows
         bases.append(torch.empty_like(rows, memory_format=torch.contiguous_format))
-        # Without drawn rows a dead one becomes what it is: zeros.
+        # Without drawn rows, zero rows are replaced by zeros.
         instead = rows.new_zeros(rows.shape[1:]) if item.drawn is None else item.drawn
         low_rank_passes.orthonormal(rows.contiguous().numpy(), instead.numpy(), bases[-1].numpy())
     return bases
 
 
 def _number(loss_scale: torch.Tensor | None) -> float:
-    # Compiled code takes a number. Here, on the CPU, `.item()` waits for nothing.
+    # Compiled code takes a number. On the CPU, `.item()` does not wait.
     return 1.0 if loss_scale is None else loss_scale.item()
 
 
 def _filled(factors: torch.Tensor) -> FactorBatch:
-    """Return factors with rows of zeros up to four: one kind of code serves all matrix ranks."""
+    """Return factors padded with zero rows to four, so that one compiled version serves all matrix ranks."""
     missing = NUMBA_FACTOR_ROWS - factors.shape[1]
     filled: FactorBatch = (pad(factors, (0, 0, 0, missing)) if missing else factors.contiguous()).numpy()
     return filled
 
 
 def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
-    """Read all numbers once; stochastic rounding is left to PyTorch's operations."""
+    """Read all numbers once; use PyTorch's operations for stochastic rounding."""
     if draws is not None:
         return torch_codes.encoded(flat, blocks, codebook, draws)
     size = packed_bytes(blocks.block, codebook.bits)
@@ -116,18 +116,18 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
 
 
 def averaged(item: MeanArgs) -> Coded:
-    """Read what was sent once; stochastic rounding is left to PyTorch's operations."""
+    """Read all messages once; use PyTorch's operations for stochastic rounding."""
     received, blocks, own, codebook, draws, lost, _ = item
     if draws is not None:
         return torch_codes.averaged(item)
     size = packed_bytes(blocks.block, codebook.bits)
     coded = Coded.empty(own.stop - own.start, 1, blocks.share, size)
-    # Compiled code writes fp32 to its address, whatever torch's default type.
+    # fp32 whatever torch's default dtype: compiled code writes fp32 to its address.
     room = torch.empty(max(code_passes.TOGETHER, blocks.block), dtype=torch.float32) if lost is None else lost
     code_passes.average(
         *_rows(received),
         len(received.message),
-        # Blocks can be fewer than members: those without any have no row.
+        # There can be fewer blocks than members: members without blocks have no row.
         own.start // blocks.share if own.stop > own.start else -1,
         room.data_ptr(),
         lost is not None,
@@ -138,7 +138,7 @@ def averaged(item: MeanArgs) -> Coded:
 
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Write all numbers once; those of 16 bits are rounded."""
+    """Write all numbers once; round those of 16 bits."""
     values = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
     code_passes.decode(values.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
     if values is not flat:
@@ -154,7 +154,7 @@ def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebo
 
 def _rows(coded: Coded) -> tuple[int, int]:
     """Return the address of the first row, and the bytes from one to the next."""
-    # If several buckets' messages travelled as one, rows lie further apart than they are long.
+    # If several buckets' messages were sent as one, rows are further apart than their length.
     return coded.message.data_ptr(), coded.message.stride(0)
 
 

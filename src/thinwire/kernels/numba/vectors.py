@@ -1,11 +1,11 @@
-"""Sixteen fp32 numbers as one value of compiled code, and memory asked for before it is needed.
+"""Sixteen fp32 numbers as one value of compiled code, and prefetching of memory.
 
-LLVM makes such code from loops over arrays by itself, but not from loops that prefetch, and without that a
-pass over four rows of a large matrix first waits for memory and then computes. Any processor is served: one
-whose registers are shorter takes several of them, and is no faster than such loops where they have 128 bits.
+LLVM vectorises loops over arrays itself, but not loops that prefetch, and without prefetching a pass over
+four rows of a large matrix first waits for memory and then computes. This works on any processor: one with
+shorter registers uses several of them, and with 128 bits is no faster than LLVM's own loops.
 
-It pays: a low-rank step of GPT-2 small's blocks takes 87 ms at rank 4 on one thread, and 197 ms by PyTorch's
-products (docs/results.md, `codec`).
+It pays: a low-rank step of GPT-2 small's blocks takes 87 ms at rank 4 on one thread, and 197 ms with
+PyTorch's products (docs/results.md, `codec`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from numba.extending import intrinsic, models, overload, register_model
 Vector: TypeAlias = Any
 """In compiled code: sixteen fp32 numbers. They add, subtract and multiply element by element."""
 Tile: TypeAlias = Any
-"""Four of them as one value, such as sixteen columns of four rows."""
+"""Four such vectors as one value, for example sixteen columns of four rows."""
 
 WIDTH = 16
 VECTOR_BYTES = 4 * WIDTH
 
 FLOAT, INT32 = ir.FloatType(), ir.IntType(32)
 NUMBERS, INDICES, BITS = (ir.VectorType(element, WIDTH) for element in (FLOAT, INT32, ir.IntType(1)))
-ALIGNMENT = INT32(4)  # of a single number: parameters begin anywhere in a bucket
+ALIGNMENT = INT32(4)  # that of a single number: parameters start anywhere in a bucket
 
 
 class LanesType(types.Type):
-    """Values side by side, as LLVM has them."""
+    """A vector type of LLVM."""
 
     def __init__(self, name: str, kind: Any) -> None:
         super().__init__(name)
@@ -52,7 +52,7 @@ mask_of_lanes = LanesType("Mask", BITS)
 
 
 def operation(signature: Any, of_tiles: Any = None) -> Callable[[Callable[..., Any]], Any]:
-    """Make an operation of compiled code of a function that emits it; of tiles, if it is given any."""
+    """Make an operation of compiled code from a function that emits it; of `of_tiles` for tiles, if given."""
 
     def decorated(emit: Callable[..., Any]) -> Any:
         def typed(typing_context: Any, *arguments: Any) -> Any:
@@ -60,7 +60,7 @@ def operation(signature: Any, of_tiles: Any = None) -> Callable[[Callable[..., A
 
         def emitted(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             value = emit(builder, *arguments)
-            # Numba takes a value even of what returns nothing.
+            # Numba needs a value even if nothing is returned.
             return context.get_dummy_value() if signature.return_type == types.void else value
 
         typed.__signature__ = signature_of(emit)  # type: ignore[attr-defined] # Numba takes no *arguments
@@ -89,7 +89,7 @@ def first_lanes(builder: Any, count: Any) -> Any:
 
 @operation(vector(types.int64, mask_of_lanes))
 def load(builder: Any, address: Any, mask: Any) -> Any:
-    """Emit the load of numbers at an address; zeros outside the mask; memory there is not touched."""
+    """Emit the load of numbers at an address; zeros outside the mask, where memory is not touched."""
     zeros = ir.Constant(NUMBERS, [0.0] * WIDTH)
     return call(
         builder, "masked.load.v16f32.p0", NUMBERS, at(builder, address, NUMBERS), ALIGNMENT, mask, zeros
@@ -105,40 +105,40 @@ def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
 
 @operation(tile(types.int64))
 def load_tile(builder: Any, address: Any) -> Any:
-    """Emit the load of sixty-four numbers that lie one after the other."""
+    """Emit the load of sixty-four consecutive numbers."""
     return builder.load(at(builder, address, tile.kind), align=4)
 
 
 @operation(types.void(types.int64, tile))
 def store_tile(builder: Any, address: Any, numbers: Any) -> None:
-    """Emit the store of sixty-four numbers, one after the other."""
+    """Emit the store of sixty-four consecutive numbers."""
     builder.store(numbers, at(builder, address, tile.kind), align=4)
 
 
 @operation(types.void(types.int64, vector))
 def stream(builder: Any, address: Any, numbers: Any) -> None:
-    """Emit the store of numbers past the caches."""
+    """Emit a non-temporal store of numbers."""
     written = builder.store(numbers, at(builder, address, NUMBERS), align=VECTOR_BYTES)
     written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
 
 
 @operation(types.void())
 def streamed(builder: Any) -> None:
-    """Emit a fence: all threads see what was written past the caches."""
+    """Emit a fence: all threads then see the non-temporal stores."""
     builder.fence("seq_cst")
 
 
 @operation(types.float32(vector))
 def total(builder: Any, numbers: Any) -> Any:
     """Emit the sum of a vector's numbers, in any order."""
-    # Without `reassoc` LLVM would add one element after the other. −0 changes no sum, not even −0.
+    # Without `reassoc`, LLVM would add elements one by one. −0 changes no sum, not even −0.
     name = "vector.reduce.fadd.v16f32"
     return call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
 
 
 @operation(types.void(types.int64))
 def fetch(builder: Any, address: Any) -> Any:
-    """Emit a request for a line of memory, into a core's second cache."""
+    """Emit a prefetch of a line of memory into a core's L2 cache."""
     pointer = at(builder, address, ir.IntType(8))
     to_read, into_the_second, of_data = INT32(0), INT32(2), INT32(1)
     return call(builder, "prefetch.p0", ir.VoidType(), pointer, to_read, into_the_second, of_data)
@@ -167,16 +167,16 @@ def rows_of(builder: Any, rows: Any) -> Any:
 
 
 def shuffled(builder: Any, one: Any, other: Any, order: Sequence[int]) -> Any:
-    """Emit the elements of two vectors at some places."""
+    """Emit elements of two vectors in a given order."""
     return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
 
 
 def _between(symbol: Any, emitted: str) -> None:
-    """Give an operator of Python its meaning for vectors and tiles."""
+    """Define a Python operator for vectors and tiles."""
 
     @operation(vector(vector, vector), tile(tile, tile))
     def combined(builder: Any, x: Any, y: Any) -> Any:
-        # A product and a sum may become one operation.
+        # A product and a sum may be fused.
         return getattr(builder, emitted)(x, y, flags=("contract",))
 
     @overload(symbol)
@@ -199,7 +199,7 @@ def call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) 
 
 def repeated(builder: Any, number: Any, num_lanes: int = WIDTH) -> Any:
     """Emit a vector of one number."""
-    # LLVM writes it like this itself, and takes it for one operation, and not for many.
+    # LLVM recognises this form as a single operation.
     kind = ir.VectorType(number.type, num_lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
     return shuffled(builder, one, one, [0] * num_lanes)

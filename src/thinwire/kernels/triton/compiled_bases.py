@@ -1,14 +1,14 @@
 """The kernels that make the rows of factors orthonormal: by Gram–Schmidt in coefficients, twice, in fp64.
 
-Each serves many factors, of which a program has a chunk of columns. Between kernels Gram matrices lie in
-memory: programs of one launch can't wait for each other, and those of the next one begin behind them all.
+Each serves many factors; a program has a chunk of a factor's columns. Between kernels, Gram matrices are in
+memory: programs of one launch can't wait for each other, but the next launch starts after all of them.
 
 Parameters, if a kernel has them:
     table: For each factor a row of int64, as `gram` describes it.
-    tiles: For each program, int32: its factor, and which chunk of that.
+    tiles: For each program, int32: its factor, and its chunk.
     R: Rows of a factor, the next power of two; those beyond the matrix rank are zeros.
-    CHUNK: Columns of a factor that one program has; COLUMNS: that it holds at a time.
-    DEPENDENT: A row is dependent on those before it if its squared sine to their span is below this.
+    CHUNK: Columns of a factor per program; COLUMNS: the columns that it holds at a time.
+    DEPENDENT: A row is dependent on earlier ones if its squared sine to their span is below this.
 """
 
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
@@ -21,7 +21,7 @@ from thinwire.kernels.triton.compiled_matrices import pointer, some_columns
 @triton.jit
 def _gram(y, R: tl.constexpr):
     """Return the products of all rows with each other, (R, R)."""
-    # Row by row, and not by `tl.dot`: tensor cores have fp64 on some GPUs only, with other last bits.
+    # Row by row, not with `tl.dot`: only some GPUs have fp64 tensor cores, with other last bits.
     r = tl.arange(0, R)
     found = tl.zeros((R, R), tl.float64)
     for a in range(R):
@@ -61,9 +61,9 @@ def _inverse_root(grams, DEPENDENT: tl.constexpr, ARE_SCALED: tl.constexpr, R: t
         line = tl.sum(tl.where(here[:, None], inverse, 0.0), axis=0)
         pivot = tl.sum(tl.where(here, pivots, 0.0), axis=0)
         column = tl.sum(tl.where(here[None, :], cosines, 0.0), axis=1)
-        # Over one where it is dependent: what is divided by zero would be NaN, and times zero stays NaN.
+        # Divide by one if it is dependent: a division by zero would give NaN, which times zero stays NaN.
         safe = tl.where(pivot > DEPENDENT, pivot, 1.0)
-        # A dependent row takes nothing from those below it.
+        # A dependent row subtracts nothing from the rows below it.
         below = tl.where(r > row, column / safe, 0.0) * tl.where(pivot > DEPENDENT, 1.0, 0.0)
         cosines -= below[:, None] * pivots[None, :]
         inverse -= below[:, None] * line[None, :]
@@ -84,7 +84,7 @@ def _added_up(parts, chunks, R: tl.constexpr):
 
 @triton.jit
 def _diagonal(parts, chunks, R: tl.constexpr):
-    # In the order of `_added_up`, or a row could be dead in one kernel and not in the next.
+    # In the order of `_added_up`, or a row could be zero in one kernel and not in the next.
     r = tl.arange(0, R)
     total = tl.zeros((R,), tl.float64)
     for chunk in range(chunks):
@@ -94,20 +94,20 @@ def _diagonal(parts, chunks, R: tl.constexpr):
 
 @triton.jit
 def _live(x, drawn, dead, rank, length, k, R: tl.constexpr):
-    """Return some columns of a factor in fp64, with drawn rows in place of dead ones."""
+    """Return some columns of a factor in fp64, with drawn rows in place of zero rows."""
     r = tl.arange(0, R)
     there = (r < tl.where(dead, 0, rank))[:, None] & (k < length)[None, :]
     y = tl.load(x + r[:, None] * length + k[None, :], there, other=0.0)
     instead = (r < tl.where(dead, rank, 0))[:, None] & (k < length)[None, :]
-    # One of the two is loaded as zeros, so that the sum rounds nothing.
+    # One of the two is loaded as zeros, so the sum is not rounded.
     return (y + tl.load(drawn + r[:, None] * length + k[None, :], instead, other=0.0)).to(tl.float64)
 
 
 @triton.jit
 def _own_chunk(table, tiles):
-    """Return this program's row of the table and its chunk of columns, and what that row says of the factor.
+    """Return this program's row of the table, its chunk of columns, and the entries of the row.
 
-    That is the factor, its Gram matrices, its length, its matrix rank and its number of chunks.
+    These are the factor, its Gram matrices, its length, its matrix rank and its number of chunks.
     """
     pid = tl.program_id(0)
     row = table + tl.load(tiles + 2 * pid).to(tl.int64) * 7
@@ -139,17 +139,17 @@ def gram_again(
     table, tiles,
     R: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Store those of chunks of rows made nearly orthonormal, and the transform that makes them so."""
+    """Store Gram matrices of nearly orthonormal chunks of rows, and the transform that makes them so."""
     row, chunk, x, parts, length, rank, chunks = _own_chunk(table, tiles)
     drawn_at = tl.load(row + 1)
     drawn = pointer(drawn_at, "f", False)
     r = tl.arange(0, R)
-    # Every program adds up all chunks: waiting for one program's sum would take a second launch.
+    # Every program sums all chunks: waiting for one program's sum would take a second launch.
     grams = _added_up(parts, chunks, R)
     eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(tl.float64)
     dead = (tl.sum(grams * eye, axis=1) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
     if tl.max(dead.to(tl.int32), axis=0) > 0:
-        # Rare, and short if it is not: every program looks at the whole factor.
+        # This is rare, and otherwise short, so every program reads the whole factor.
         grams = tl.zeros((R, R), tl.float64)
         for k in range(0, length, COLUMNS):
             grams += _gram(_live(x, drawn, dead, rank, length, k + tl.arange(0, COLUMNS), R), R)
@@ -159,7 +159,7 @@ def gram_again(
         at = chunk * CHUNK + k + tl.arange(0, COLUMNS)
         total += _gram(_applied(weights, _live(x, drawn, dead, rank, length, at, R), R), R)
     place = r[:, None] * R + r[None, :]
-    # Beyond all that is read here, which other programs of this launch may not have read yet.
+    # After everything that this kernel reads: other programs of this launch may not have read it yet.
     tl.store(parts + (chunks + chunk) * R * R + place, total)
     # All programs of a matrix store the same bits.
     tl.store(parts + 2 * chunks * R * R + place, weights)
@@ -177,10 +177,10 @@ def orthonormal(
     out = pointer(tl.load(row + 2), "f", False)
     r = tl.arange(0, R)
     dead = (_diagonal(parts, chunks, R) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
-    # For rows of nearly length one: divided by their lengths again they would only be rounded once more.
+    # The rows nearly have length one: dividing by their lengths again would only round once more.
     second = _inverse_root(_added_up(parts + chunks * R * R, chunks, R), DEPENDENT, True, R)
     first = tl.load(parts + 2 * chunks * R * R + r[:, None] * R + r[None, :])
-    # Both at once, so that the rows are read a third time and not a fourth.
+    # Apply both together, so that the rows are read a third time, but not a fourth.
     weights = _applied(second, first, R)
     for k in range(0, tl.minimum(length - chunk * CHUNK, CHUNK), COLUMNS):
         at = chunk * CHUNK + k + tl.arange(0, COLUMNS)

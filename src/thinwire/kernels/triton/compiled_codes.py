@@ -1,30 +1,30 @@
 """The kernels of averaging in few bits. A program has some blocks that one member averages.
 
-Its numbers are a tile of four rows: each column has four codes beside each other, of one thread. Columns are
-`ROWS` blocks of `INNER` columns, as many threads beside each other; and so `OUTER` times, in which a thread
-goes on in the same blocks. So numbers are read by 16 bytes, nothing is packed through shared memory, and a
-block's scale is found once for several numbers. Compilers choose this by themselves, as long as a tile has no
+Its numbers are a tile of four rows: each column has four adjacent codes, of one thread. Columns are `ROWS`
+blocks of `INNER` columns, in adjacent threads; this repeats `OUTER` times, in which a thread continues in the
+same blocks. So numbers are read 16 bytes at a time, nothing is packed through shared memory, and a block's
+scale is computed once for several numbers. Compilers choose this layout themselves, as long as a tile has no
 more dimensions.
 
-A scale is handled as the 16 bits that travel, so that rounding to bf16 is the same on every device.
+A scale is handled as the 16 bits that are sent, so that rounding to bf16 is the same on every device.
 
 Parameters, if a kernel has them:
     flat, out: Numbers, fp32, fp16 or bf16, one tensor after the other.
-    message, stride, share: As of `Coded`; the stride of its rows is in bytes. `received` is that of members.
-    tiles: Programs that the blocks of one member take.
-    starts, lengths: Of each block: where it begins in `flat`, and its elements, int64; None if no block is
+    message, stride, share: As in `Coded`; the stride of its rows is in bytes. `received` has members' rows.
+    tiles: The number of programs for the blocks of one member.
+    starts, lengths: Each block's start in `flat`, and its number of elements, int64; None if no block is
         shorter than others.
-    keys, bases, owners: As `RandomBits` has them; None if rounding is to the nearest level.
-    levels: Of the codebook, fp32; LAST, LEVELS: the last one and their number.
-    lost: What coding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
-        `until` the one behind them.
-    rest: What is left of the numbers, fp32, one tensor after the other.
-    loss_scale: What that is divided by; None for one.
-    count, members: Of blocks; of the group.
-    STATISTIC, CUBIC, BITS: As of `Codebook`; LEAST, MOST: its reach.
+    keys, bases, owners: As in `RandomBits`; None to round to the nearest level.
+    levels: The codebook's levels, fp32; LAST, LEVELS: the last one and their number.
+    lost: What encoding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
+        `until` the one after them.
+    rest: The new residual, fp32, one tensor after the other.
+    loss_scale: The residual is divided by it; None for one.
+    count, members: The numbers of blocks and of members.
+    STATISTIC, CUBIC, BITS: As in `Codebook`; LEAST, MOST: its reach.
     BLOCK: Elements of a block.
-    LIMIT: The largest number of the type of `out`; 0 if that is fp32.
-    ALIGNED: Whether all blocks begin at a multiple of four elements, and have as many.
+    LIMIT: The largest number of the dtype of `out`; 0 if that is fp32.
+    ALIGNED: Whether all blocks start at a multiple of four elements, and have a multiple of four.
 """
 
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
@@ -33,9 +33,9 @@ import triton.language as tl
 
 from thinwire.kernels.triton.compiled_levels import drawn, level_of, nearest, uniform_numbers
 
-# Triton compiles in whether a number is one, and whether 16 divides it or an address: so buckets of unlike
-# sizes would have different kernels, and each takes seconds in the first step. Only for gradients and
-# residuals is anything won by it: codes begin at any even byte.
+# Triton specialises on whether a number is one, and whether 16 divides it or an address. Buckets of different
+# sizes would have different kernels, each of which takes seconds in the first step. It helps only gradients
+# and residuals: codes start at any even byte.
 ONE_KERNEL = {
     "do_not_specialize": [
         "stride", "sent_stride", "received_stride", "share", "tiles", "count", "own", "until", "members",
@@ -50,21 +50,21 @@ ONE_KERNEL = {
 def _bf16_bits(x):
     """Return the bits of the nearest bf16, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
-    # Half to even: half of the last bit that stays, less one, and that bit. What carries over raises the
-    # exponent, which is the next number as well, up to infinity.
+    # Half to even: add half of the last kept bit, minus one, plus that bit. A carry raises the exponent,
+    # which gives the next number as well, up to infinity.
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, rounded, 0x7FC0)  # of a NaN the sum above could overflow to zero
 
 
 @triton.jit
 def _widened(bits):
-    """Return the fp32 number that the bits of a bf16 stand for."""
+    """Return the bits of a bf16 as an fp32 number."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _usable(bits):
-    """Return a scale; NaN if it is not finite, or what was infinite could end as a large number."""
+    """Return a scale; NaN if it is not finite, or infinity could become a large number."""
     scale = _widened(bits)
     return tl.where(tl.abs(scale) < float("inf"), scale, float("nan"))
 
@@ -75,7 +75,7 @@ CODES = tl.constexpr(4)
 
 @triton.jit
 def _columns(OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
-    """Return of each column its block among the program's, and its place in that."""
+    """Return each column's block in the program, and its index in the block."""
     n = tl.arange(0, OUTER * ROWS * INNER)
     return n // INNER % ROWS, n // (ROWS * INNER) * INNER + n % INNER
 
@@ -113,15 +113,15 @@ def _scale_bits(
 ):  # fmt: skip
     """Return for each column the bits of its block's scale, before it is fitted to codes."""
     TINY: tl.constexpr = 1.1754943508222875e-38
-    # The bits of positive numbers are in the order of the numbers, behind which are infinity and NaN.
+    # Bits of positive numbers are ordered like the numbers, followed by infinity and NaN.
     top = _largest(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, OUTER, ROWS, INNER)
     largest = top.to(tl.float32, bitcast=True)
     if STATISTIC == "largest":
         wanted = tl.div_rn(largest, tl.full(largest.shape, LAST, tl.float32))
-        # Upwards, or the largest would be cut off.
+        # Round up, or the largest number would be clipped.
         bits = (wanted.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     else:
-        # From shares of the largest: squares of the numbers themselves could leave the range.
+        # From values relative to the largest: squares of the numbers themselves could overflow.
         one = tl.full(largest.shape, 1.0, tl.float32)
         shares = tl.abs(x) * tl.where(largest < TINY, 0.0, tl.div_rn(one, largest))[None, :]
         if STATISTIC == "mean magnitude":
@@ -134,29 +134,29 @@ def _scale_bits(
 
 @triton.jit
 def _usable_bits(bits):
-    """Return zero for a scale below the least normal number: one over it would not be finite."""
+    """Return zero for a scale below the least normal number: its reciprocal would not be finite."""
     return tl.where(bits < 0x80, 0, bits)
 
 
 @triton.jit
 def _fitted_bits(bits, units, coded, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
-    """Return the bits of the scale with which the levels of a block's codes come nearest to it."""
+    """Return the bits of the scale that fits a block's codes best."""
     squares = _sums(coded * coded, OUTER, ROWS, INNER)
     factor = tl.div_rn(_sums(units * coded, OUTER, ROWS, INNER), squares)
     scale = _widened(bits)
-    # A block that only fills up has no squares, and no scale either.
+    # A padding block has no squares, and no scale.
     return tl.where(scale > 0, _usable_bits(_bf16_bits(scale * factor)), bits)
 
 
 @triton.jit
 def _scales_at(row, start):
-    """Return where the scales of a member's blocks from `start` on lie in its row of a message."""
+    """Return the address of the scales of a member's blocks from `start` on, in its row of a message."""
     return (row + 2 * start.to(tl.int64)).to(tl.pointer_type(tl.int16))
 
 
 @triton.jit
 def _codes_at(row, share, start, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return where their codes lie, in units of two bytes, since they begin at any even one; or in bytes."""
+    """Return the address of their codes: in units of two bytes if BITS is a power of two, else in bytes."""
     UNIT: tl.constexpr = tl.uint8 if BITS & (BITS - 1) else tl.uint16
     return (row + 2 * share + start.to(tl.int64) * (BLOCK * BITS // 8)).to(tl.pointer_type(UNIT))
 
@@ -166,7 +166,7 @@ def _write_codes(
     positions, codes, start, share, rows,
     BLOCK: tl.constexpr, BITS: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Store codes; zeros in blocks that only fill up."""
+    """Store codes; zeros in padding blocks."""
     # The columns of a program fill whole units: two of 5 bits fill five bytes.
     UNIT_BITS: tl.constexpr = 8 if BITS & (BITS - 1) else 16
     COLUMNS: tl.constexpr = 4 if BITS == 1 else (2 if BITS < 4 or BITS == 5 else 1)
@@ -187,14 +187,14 @@ def _write_codes(
 
 @triton.jit
 def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return the codes that `_write_codes` has stored, uint32."""
+    """Load codes stored by `_write_codes`, uint32."""
     UNIT_BITS: tl.constexpr = 8 if BITS & (BITS - 1) else 16
     shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
     inside = rows & (column < BLOCK // CODES)
     first_bit = column * (CODES * BITS)
     at = codes + (r * (BLOCK * BITS // UNIT_BITS) + first_bit // UNIT_BITS)
     packed = tl.load(at, inside, other=0).to(tl.uint32)
-    # A column begins at the start or in the middle of a unit.
+    # A column starts at the beginning or in the middle of a unit.
     for unit in tl.static_range(1, (CODES * BITS + UNIT_BITS - 1) // UNIT_BITS):
         packed |= tl.load(at + unit, inside, other=0).to(tl.uint32) << (UNIT_BITS * unit)
     packed = packed >> (first_bit % UNIT_BITS).to(tl.uint32)
@@ -203,7 +203,7 @@ def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr)
 
 @triton.jit
 def _in_units(x, bits):
-    """Return numbers over the scale of their block; zeros, if that is zero."""
+    """Return numbers divided by their block's scale; zeros if that is zero."""
     scale = _widened(bits)
     one = tl.full(scale.shape, 1.0, tl.float32)
     return x * tl.where(scale > 0, tl.div_rn(one, scale), 0.0)[None, :]
@@ -216,7 +216,7 @@ def _code(
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Store scales and codes of some blocks, with zeros behind them, and return what they stand for."""
+    """Store scales and codes of some blocks, padded with zeros, and return the decoded numbers."""
     bits = _scale_bits(x, lengths, LAST, STATISTIC, LEAST, MOST, OUTER, ROWS, INNER)
     units = _in_units(x, bits)
     if keys is None or STATISTIC == "least squares":
@@ -227,7 +227,7 @@ def _code(
     if keys is not None:
         uniform = uniform_numbers(keys, bases, owners, first + r, rows, _inside(column), BLOCK)
         positions = drawn(_in_units(x, bits), uniform, levels, BITS, LEVELS, CUBIC)
-    # Blocks that only fill up the last member's row count, too: it is sent.
+    # Including padding blocks of the last member's row: they are sent.
     tl.store(_scales_at(row, start) + r, bits.to(tl.int16), (start + r < share) & (column == 0))
     codes = _codes_at(row, share, start, BLOCK, BITS)
     _write_codes(positions, codes, start, share, rows, BLOCK, BITS, OUTER, ROWS, INNER)
@@ -239,21 +239,21 @@ def _decoded(
     row, levels, share, start, r, column, rows, divisor,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of some blocks of a row of a message; divided by the members, if that is asked."""
+    """Return the numbers of some blocks of a row of a message, divided by `divisor` if it is given."""
     scale = _usable(tl.load(_scales_at(row, start) + r, rows, other=0))
     positions = _read_codes(_codes_at(row, share, start, BLOCK, BITS), r, column, rows, BLOCK, BITS)
     if divisor is not None:
-        # Scales, and not sums: once for a block, and rounded as by PyTorch's kernels.
+        # Divide scales, not sums: once per block, and rounded as in PyTorch's kernels.
         scale = tl.div_rn(scale, tl.full(scale.shape, 1.0, tl.float32) * divisor)
     return level_of(positions, levels, BITS, LEVELS, CUBIC) * scale[None, :]
 
 
 @triton.jit
 def _blocks(share, tiles, count, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
-    """Return which blocks a program has.
+    """Return the blocks of a program.
 
-    They are of a member; then come the first one's number among its and among all, which of them there are,
-    and of each column its block, its place, and the elements in it.
+    These are: their member, the first one's index among the member's and among all blocks, which of them
+    exist, and for each column its block, its index, and its elements.
     """
     r, column = _columns(OUTER, ROWS, INNER)
     member = tl.program_id(0) // tiles
@@ -265,9 +265,9 @@ def _blocks(share, tiles, count, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER:
 
 @triton.jit
 def _at(numbers, starts, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return where the elements of blocks lie."""
+    """Return the addresses of the elements of blocks."""
     if starts is None:
-        # Only the first place may be beyond 32 bits.
+        # Only the first position may need more than 32 bits.
         at = numbers + first.to(tl.int64) * BLOCK + ((r * BLOCK)[None, :] + inside)
     else:
         begin = tl.load(starts + first + r, rows, other=0)
@@ -279,7 +279,7 @@ def _at(numbers, starts, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: t
 
 @triton.jit
 def _in_one_thread(flat, starts, lengths, b, column, rows):
-    """Return numbers that are not aligned, those of a column in one thread: else they would be in four."""
+    """Load unaligned numbers, with those of a column in one thread instead of four."""
     at = flat + (tl.load(starts + b, rows, other=0) + column * CODES)
     count = tl.load(lengths + b, rows, other=0) - column * CODES
     evens = tl.join(tl.load(at, count > 0, other=0.0), tl.load(at + 2, count > 2, other=0.0))
@@ -289,7 +289,7 @@ def _in_one_thread(flat, starts, lengths, b, column, rows):
 
 @triton.jit
 def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return which elements of blocks there are, and how many in each block."""
+    """Return which elements of blocks exist, and how many in each block."""
     if lengths is None:
         real = rows[None, :] & (inside < BLOCK)
         length = tl.full(r.shape, BLOCK, tl.float32)
@@ -309,7 +309,7 @@ def encode(
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Code blocks of a flat tensor."""
+    """Encode blocks of a flat tensor."""
     member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
     real, length = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
     if ALIGNED:
@@ -332,23 +332,23 @@ def average(
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Add up what members have sent of blocks, in the order of the members, and code the mean."""
+    """Sum what members have sent of blocks, in rank order, and encode the mean."""
     r, column = _columns(OUTER, ROWS, INNER)
     inside = _inside(column)
     start = tl.program_id(0) * ROWS
     rows = start + r < count
     mean = tl.zeros(inside.shape, tl.float32)
-    # From row to row, and not by a member's number: times bytes, 32 bits would not hold it for a large model.
+    # Step from row to row: for a large model, rank times bytes would overflow 32 bits.
     row = received
     for _ in range(members):
         mean += _decoded(row, levels, share, start, r, column, rows, members, CUBIC, LEVELS, BITS, BLOCK)
         row += received_stride
     real, length = _real(lengths, own + start, r, rows, inside, BLOCK, ALIGNED)
-    # Below four bits a zero decodes as a small number, which behind a short block would count in its scale.
+    # Below four bits a zero is decoded as a small number, which after a short block would affect its scale.
     if lengths is not None or BLOCK < OUTER * INNER * CODES:
         mean = tl.where(real, mean, 0.0)
     if owners is not None:
-        owners += -own  # those that are given begin with this member's
+        owners += -own  # the given owners start with this member's
     coded = _code(
         mean, real, length, keys, bases, owners, own + start, r, column, rows, levels, message, share, start,
         LAST, STATISTIC, LEAST, MOST, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
@@ -360,9 +360,9 @@ def average(
 
 @triton.jit
 def _rounded(values, out, LIMIT: tl.constexpr):
-    """Return the nearest numbers of the type of `out`, within its range."""
+    """Return the nearest numbers in the dtype of `out`, within its range."""
     if LIMIT > 0:
-        # A NaN stays one: minimum and maximum would drop it.
+        # Keep NaN: minimum and maximum would drop it.
         fitting = tl.where(values == values, tl.minimum(tl.maximum(values, -LIMIT), LIMIT), values)
         rounded = fitting.to(out.dtype.element_ty)
     else:
@@ -376,7 +376,7 @@ def decode(
     LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write what blocks stand for."""
+    """Write decoded blocks."""
     member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
@@ -391,7 +391,7 @@ def decode_and_keep(
     LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write what blocks stand for, and what of the numbers was not sent, was lost, or does not fit."""
+    """Write decoded blocks, and the residual: what was not sent, was lost, or does not fit."""
     member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
     row = sent + member.to(tl.int64) * sent_stride
@@ -400,12 +400,12 @@ def decode_and_keep(
     left = tl.load(at, real, other=0.0) - values
     mine = (first + r >= own) & (first + r < until)
     at = _at(lost, None, first - own, r, rows, inside, BLOCK, ALIGNED)
-    # Times the members: of the mean over them, what one alone keeps counts by that much less.
+    # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
     left += tl.load(at, real & mine[None, :], other=0.0) * members
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
     rounded = _rounded(values, out, LIMIT)
-    # `out` may be where the numbers are: each was read before, and only by this program.
+    # `out` may be the numbers' own memory: each was read before, and only by this program.
     tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), rounded, real)
     if LIMIT > 0:
         left += values - rounded.to(tl.float32)

@@ -1,25 +1,24 @@
 """The kernels of averaging few entries. A program has one chunk, or as many rows of entries as fit.
 
-What a member wants to send is never written: two kernels compute it of the gradient and the residual alike.
-Messages are streams of bits that begin anywhere, so that a word of memory may have bits of several programs:
-each sets its own, in any order.
+Gradient plus residual is never stored: two kernels compute it from both in the same way. Messages are streams
+of unaligned bits, so a word of memory may have bits of several programs: each sets its own, in any order.
 
 Parameters, if a kernel has them:
     flat, error: Gradients, and residuals in fp32, of one bucket, parameter after parameter.
     loss_scale, is_healthy: One number; one bool. None for 1, and for true.
-    table: As `EntryLayout` has it; count: its chunks.
-    positions, values: Of the entries that are sent, int32 in their chunks, and fp32; for each member.
-    message, received, stride: Bytes; those of members, and bytes from one to the next.
-    first_word, first_scale: The bit and the byte at which words and scales begin in a message.
-    less: Takes how much less the squares of each chunk's residual have become, fp64.
-    sums, counts: Room for a bucket in fp32 each, with anything in it.
-    own, members, entries: This member, all, and the entries of each.
-    DECAY, LOW, CODE: As of `TopKQuery` and `EntryLayout`.
-    LENGTH, KEPT, MARKS: Of the longest chunk its elements, entries and marks, or the next power of two.
-    ROWS: Chunks of a program.
-    BY_SENDERS: Whether sums are divided by those who have sent something.
-    LIMIT: The largest number of the gradients' type; 0 if that is fp32.
-    ALIGNED: Whether all chunks begin at a multiple of 16 bytes, and end at one.
+    table: As in `EntryLayout`; count: its number of chunks.
+    positions, values: Of the sent entries, int32 positions in their chunks and fp32 values; for each member.
+    message, received, stride: Bytes; members' bytes, and the distance from one member to the next.
+    first_word, first_scale: The bit at which words start in a message, and the byte at which scales do.
+    less: Receives how much each chunk's squared residual was reduced, fp64.
+    sums, counts: Uninitialised fp32 buffers of the bucket's size.
+    own, members, entries: This member's rank, the number of members, and the entries of each.
+    DECAY, LOW, CODE: As in `TopKQuery` and `EntryLayout`.
+    LENGTH, KEPT, MARKS: The longest chunk's elements, entries and marks, or the next power of two.
+    ROWS: Chunks per program.
+    BY_SENDERS: Whether sums are divided by the number of members that have sent something.
+    LIMIT: The largest number of the gradients' dtype; 0 if that is fp32.
+    ALIGNED: Whether all chunks start and end at a multiple of 16 bytes.
 """
 
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
@@ -31,7 +30,7 @@ from thinwire.kernels.triton.compiled_codes import _bf16_bits, _widened
 
 @triton.jit
 def _chunk(table, count, ALIGNED: tl.constexpr):
-    """Return of a program's chunk where it begins, its elements, its entries, and where these begin."""
+    """Return the start of a program's chunk, its elements, its entries, and the start of these."""
     column = table + tl.program_id(0)
     start = tl.load(column)
     length = tl.load(column + 3 * count).to(tl.int32)
@@ -42,11 +41,11 @@ def _chunk(table, count, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _wanted(flat, error, loss_scale, i, inside, DECAY: tl.constexpr):
-    """Return gradients in units of the unscaled loss, plus what is left of the residuals."""
+    """Return gradients in units of the unscaled loss, plus decayed residuals."""
     x = tl.load(flat + i, inside, other=0.0).to(tl.float32)
     if loss_scale is not None:
         x = tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * tl.load(loss_scale))
-    # Rounded once, as PyTorch's addition of a multiple is.
+    # Rounded once, as in PyTorch's addition of a multiple.
     return tl.fma(tl.load(error + i, inside, other=0.0), tl.full(x.shape, DECAY, tl.float32), x)
 
 
@@ -55,16 +54,16 @@ def select(
     flat, error, loss_scale, table, positions, values, count,
     DECAY: tl.constexpr, LENGTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Find the entries of largest magnitude of each chunk; of equal ones the first."""
+    """Find the entries of largest magnitude of each chunk; the first of equal ones."""
     start, length, kept, first = _chunk(table, count, ALIGNED)
     i = tl.arange(0, LENGTH)
     inside = i < length
-    # From pointers of the chunk on, 32 bits count: they take fewer registers.
+    # Relative to the chunk's pointers, 32-bit offsets are enough, and take fewer registers.
     x = _wanted(flat + start, error + start, loss_scale, i, inside, DECAY)
-    # Bits of magnitudes are in their order; one NaN for all, and below all numbers what is behind the end.
+    # Bits of magnitudes are ordered like them; one value for all NaN; after the end, below all numbers.
     size = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
     size = tl.where(inside, size, -1)
-    # Halved until as many are at least `low` as are kept, or `low` is the smallest of them.
+    # Bisect until as many numbers as are kept are at least `low`, or `low` is the smallest of them.
     low = 0 * length
     high = tl.max(size, axis=0) + 1
     number = length
@@ -77,7 +76,7 @@ def select(
         number = tl.where(enough, above, number)
     larger, equal = (size > low).to(tl.int32), (size == low).to(tl.int32)
     room = kept - tl.sum(larger, axis=0)
-    # Both are counted at once: there are not 2¹⁶ elements.
+    # Count both in one integer: there are fewer than 2¹⁶ elements.
     both = (larger << 16) + equal
     before = tl.cumsum(both, axis=0) - both
     is_kept = (larger > 0) | ((equal > 0) & ((before & 0xFFFF) < room))
@@ -111,21 +110,21 @@ def _load_scale(at, mask):
 
 @triton.jit
 def _set_bits(words, bit, number, mask, WIDTH: tl.constexpr):
-    """Set bits that are zero, from some bit of a message on, to those of a number."""
+    """Write a number's bits to zero bits of a message, from a given bit on."""
     at, shift = words + (bit >> 5), (bit & 31).to(tl.int32)
     tl.atomic_or(at, number << shift, mask, sem="relaxed")
     if WIDTH > 1:
-        # The rest goes beyond the word; it is shifted in two steps, as 32 bits are not shifted by 32.
+        # The rest goes into the next word; shift in two steps, since 32 bits can't be shifted by 32.
         tl.atomic_or(at + 1, (number >> 1) >> (31 - shift), mask & (shift + WIDTH > 32), sem="relaxed")
 
 
 @triton.jit
 def _two_means(sizes, peak, kept, inside):
-    """Return the two levels of each row from which its magnitudes lie least far, squared."""
+    """Return the two levels of each row with the least squared error of its magnitudes."""
     PARTS: tl.constexpr = 70368744177664.0
     unit = tl.where(peak == 0, 1.0, peak)
     one = tl.full(sizes.shape, 1.0, tl.float32)
-    # Elements behind the end go behind all shares, which are at most one.
+    # Elements after the end are sorted after all relative values, which are at most one.
     ordered = tl.sort(tl.where(inside, tl.div_rn(sizes, one * unit[:, None]), 2.0), dim=1)
     k = tl.arange(0, sizes.shape[1])[None, :]
     parts = tl.where(k < kept[:, None], ordered * PARTS, 0.0).to(tl.int64)
@@ -143,7 +142,7 @@ def _two_means(sizes, peak, kept, inside):
 
 @triton.jit
 def _ends(sizes, kept, inside, CODE: tl.constexpr):
-    """Return the bits of the lowest and the highest level of each row; NaN if something is not finite."""
+    """Return the bits of the lowest and the highest level of each row; NaN if a value is not finite."""
     broken = tl.max((inside & ~(sizes < float("inf"))).to(tl.int32), axis=1) > 0
     peak = tl.max(sizes, axis=1)
     least = tl.min(tl.where(inside, sizes, float("inf")), axis=1)
@@ -156,7 +155,7 @@ def _ends(sizes, kept, inside, CODE: tl.constexpr):
 
 @triton.jit
 def _steps(low, high, shape: tl.constexpr, CODE: tl.constexpr):
-    """Return the lowest level of each row, and how far levels lie apart, in the shape of its entries."""
+    """Return the lowest level of each row and the distance between levels, in the shape of its entries."""
     one = tl.full(shape, 1.0, tl.float32)
     return one * low[:, None], tl.div_rn(one * (high - low)[:, None], one * ((1 << CODE - 1) - 1))
 
@@ -189,7 +188,7 @@ def pack(
         _store_scale(at + 2, high_bits, rows)
         low, step = _steps(_widened(low_bits), _widened(high_bits), x.shape, CODE)
         units = tl.div_rn(tl.abs(x) - low, tl.where(step > 0, step, 1.0))
-        # 1.5 · 2²³: beyond it there are only whole numbers, so the sum is rounded to one, ties to even.
+        # 1.5 · 2²³: near it there are only integers, so the sum is rounded to one, ties to even.
         whole = (tl.minimum(tl.maximum(units, 0.0), LAST) + 12582912.0) - 12582912.0
         code = tl.where(units == units, whole, 0.0).to(tl.int32) | ((x < 0).to(tl.int32) << CODE - 1)
         word = (word << CODE) | code
@@ -199,7 +198,7 @@ def pack(
 
 @triton.jit
 def _bits_at(row, bit, mask, WIDTH: tl.constexpr):
-    """Return some bits of a message, at most 16, from any bit on."""
+    """Load at most 16 bits of a message, from any bit on."""
     at, shift = row + (bit >> 3), (bit & 7).to(tl.int32)
     found = tl.load(at, mask, other=0).to(tl.int32)
     if WIDTH > 1:
@@ -209,7 +208,7 @@ def _bits_at(row, bit, mask, WIDTH: tl.constexpr):
     return (found >> shift) & ((1 << WIDTH) - 1)
 
 
-# Only bytes are read of messages, so that it is no use to compile in whether they are aligned.
+# Messages are read byte by byte, so specialising on their alignment has no use.
 @triton.jit(
     do_not_specialize=["stride", "count", "first_word", "first_scale", "members", "entries"],
     do_not_specialize_on_alignment=["received"],
@@ -229,7 +228,7 @@ def unpack(
     is_mark = rows[:, None] & (j < kept + ((length - 1) >> LOW))
     row = received
     for _ in range(members):
-        # The n-th mark that is set is the n-th entry's.
+        # The n-th set mark belongs to the n-th entry.
         is_set = _bits_at(row, mark, is_mark, 1)
         n = tl.cumsum(is_set, axis=1) - 1
         inside = (is_set > 0) & (n < kept)
@@ -254,7 +253,7 @@ def unpack(
 
 @triton.jit
 def _entries(positions, values, k, real, length):
-    """Return positions, values, and which there are: a place outside of its chunk would be a neighbour's."""
+    """Load positions, values, and which are valid: a position outside its chunk would be a neighbour's."""
     p = tl.load(positions + k, real, other=-1)
     there = (p >= 0) & (p < length)
     return p, tl.load(values + k, there, other=0.0), there
@@ -262,7 +261,7 @@ def _entries(positions, values, k, real, length):
 
 @triton.jit
 def _clear(room, positions, values, k, real, length, members, entries):
-    """Write zeros to the indices that members have sent."""
+    """Write zeros to the positions that members have sent."""
     for _ in range(members):
         p, _value, there = _entries(positions, values, k, real, length)
         tl.store(room + p, 0.0, there)
@@ -273,7 +272,7 @@ def _clear(room, positions, values, k, real, length, members, entries):
 
 @triton.jit
 def _count(counts, positions, values, k, real, length, members, entries):
-    """Count who has sent something for each place."""
+    """Count the members that have sent something for each position."""
     for _ in range(members):
         p, v, there = _entries(positions, values, k, real, length)
         found = tl.load(counts + p, there, other=0.0) + (v != 0).to(tl.float32)
@@ -287,7 +286,7 @@ def _count(counts, positions, values, k, real, length, members, entries):
 def _add(
     sums, counts, positions, values, k, real, length, members, entries, scale, BY_SENDERS: tl.constexpr
 ):  # fmt: skip
-    """Add up what members have sent."""
+    """Sum what members have sent."""
     divisor = tl.full(k.shape, 1.0, tl.float32) * members
     for _ in range(members):
         p, v, there = _entries(positions, values, k, real, length)
@@ -309,7 +308,7 @@ def _round(
     for _ in range(members):
         p, _value, there = _entries(positions, values, k, real, length)
         total = tl.load(sums + p, there, other=0.0)
-        # Zero if a member before has sent the same.
+        # Zero if an earlier member has sent the same position.
         there = there & (total != 0)
         rounded = tl.minimum(tl.maximum(total, -LIMIT), LIMIT).to(flat.dtype.element_ty)
         lost = tl.div_rn(total - rounded.to(tl.float32), one * scale)
@@ -328,10 +327,10 @@ def merge(
     DECAY: tl.constexpr, LIMIT: tl.constexpr, BY_SENDERS: tl.constexpr, LENGTH: tl.constexpr,
     KEPT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Turn gradients into the mean of what members have sent, and leave what was not sent as the residual.
+    """Replace gradients by the mean of what members have sent, and residuals by what was not sent.
 
-    Entries are added in memory, member after member: threads of a program see what others have written before
-    a barrier. If the step is not healthy, residuals stay and gradients become NaN.
+    Entries are added in memory, member after member: a barrier makes a thread's writes visible to the other
+    threads of the program. If the step is not healthy, residuals stay and gradients become NaN.
     """
     start, length, kept, first = _chunk(table, count, ALIGNED)
     flat, error, sums = flat + start, error + start, sums + start
@@ -342,7 +341,7 @@ def merge(
         healthy = tl.load(is_healthy) != 0
         zero, written = tl.where(healthy, 0.0, float("nan")), tl.where(healthy, length, 0)
         kept = tl.where(healthy, kept, 0)
-    # Elements may be read by other threads than those that write them, and so may entries below.
+    # Elements may be read by other threads than those that write them, and so may the entries below.
     tl.debug_barrier()
     tl.store(error + i, x, i < written)
     tl.store(flat + i, zero, i < length)

@@ -1,14 +1,14 @@
-"""The levels that codes stand for, and which of them a number takes: the nearest, or one by chance.
+"""The levels of codes, and the choice of a number's level: the nearest, or a random one.
 
-Parameters are as of `compiled_codes`.
+Parameters are as in `compiled_codes`.
 """
 
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
 import triton
 import triton.language as tl
 
-# 1.5 · 2²³: beyond it there are only whole numbers, so a sum with it is rounded to one, ties to even, and the
-# bits of that are its own plus the whole number.
+# 1.5 · 2²³: near it there are only integers, so a sum with it is rounded to one, ties to even. The sum's bits
+# are those of this number plus the integer.
 WHOLE = tl.constexpr(12582912.0)
 WHOLE_BITS = tl.constexpr(0x4B400000)
 
@@ -22,8 +22,8 @@ def level_of(positions, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC:
         if CUBIC:
             found = _cubic(found, CUBIC)
     else:
-        # The levels are symmetric, and so few that choosing is faster than loading one for each number. Odd
-        # numbers of both signs stand for them.
+        # The levels are symmetric, and so few that selecting is faster than loading one per number. Odd
+        # numbers of both signs represent them.
         odd = (2 * positions + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
         found = tl.load(levels + HALF) + tl.zeros(positions.shape, tl.float32)
         for place in tl.static_range(1, HALF):
@@ -34,32 +34,32 @@ def level_of(positions, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC:
 
 @triton.jit
 def _cubic(k, CUBIC: tl.constexpr):
-    """Return the level at k from the middle; half numbers, too, are not rounded, for they are below 2²²."""
+    """Return the level at k from the middle; half-integers are exact, too, since results are below 2²²."""
     return k * tl.fma(k, k, tl.full(k.shape, CUBIC, tl.float32))
 
 
 @triton.jit
 def _near(units, MINUS: tl.constexpr):
-    """Return whole numbers less than 0.63 from k - MINUS, if `units` is the level at k; plus `WHOLE`."""
-    # A cubic, too, is k by the level within 0.13, up to the last level. It may be rounded in any way.
+    """Return integers less than 0.63 from k - MINUS, plus `WHOLE`, if `units` is the level at k."""
+    # This cubic of the level is within 0.13 of k, up to the last level. Any rounding is fine.
     slope = tl.fma(units * units, tl.full(units.shape, -1.6e-9, tl.float32), 0.00815)
     return tl.fma(units, slope, tl.full(units.shape, -MINUS, tl.float32)) + WHOLE
 
 
 @triton.jit
 def nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the place of the nearest level, uint32; of two that are as near, the lower one."""
+    """Return the index of the nearest level, uint32; the lower one of two equally near."""
     if BITS > 4:
         positions = (units + WHOLE).to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
     elif CUBIC:
         whole = _near(units, 0.5)
-        # The middle of two levels is the level at half numbers, of a cubic that is higher by ¾ k.
+        # The middle of two levels is the level at half-integers of a cubic that is higher by ¾ k.
         middle = _cubic(whole - WHOLE + 0.5, CUBIC + 0.75)
         positions = whole.to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
         positions += (units > middle).to(tl.uint32)
     else:
-        # Levels are symmetric, so it is found by magnitude: in bits, to which one is added below zero. So a
-        # negative number in the middle, too, goes down, which is up by magnitude.
+        # Levels are symmetric, so search by magnitude, in bits. Add one bit for negative numbers, so that a
+        # negative number in the middle also rounds down, which is up by magnitude.
         bits = units.to(tl.int32, bitcast=True)
         size = (bits & 0x7FFFFFFF) - (bits >> 31)
         positions = tl.full(units.shape, LEVELS // 2, tl.uint32)
@@ -67,13 +67,13 @@ def nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.c
             middle = (tl.load(levels + place) + tl.load(levels + place + 1)) * 0.5
             positions += (size > middle.to(tl.int32, bitcast=True)).to(tl.uint32)
         positions = tl.where(units > 0, positions, positions ^ (LEVELS - 1))
-    # A NaN, whose block's scale is one, must have some place as well.
+    # A NaN, which makes its block's scale NaN, needs a valid index as well.
     return tl.minimum(positions, LEVELS - 1)
 
 
 @triton.jit
 def drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the place of one of the two levels around each number, so that their mean is it."""
+    """Return the index of one of the two levels around each number, with that mean."""
     if BITS > 4 or CUBIC:
         whole = units + WHOLE
         if CUBIC:
@@ -90,7 +90,7 @@ def drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBI
     below = level_of(lower, levels, BITS, LEVELS, CUBIC)
     share = units - below
     if BITS <= 4:
-        # Beyond the end levels it is below 0 or above 1, and no draw changes the outcome.
+        # Beyond the outermost levels it is below 0 or above 1, and no draw changes the outcome.
         share = tl.div_rn(share, level_of(lower + 1, levels, BITS, LEVELS, CUBIC) - below)
     return lower + (uniform < share).to(tl.uint32)
 
@@ -107,5 +107,5 @@ def uniform_numbers(keys, bases, owners, b, rows, inside, BLOCK: tl.constexpr):
     words ^= words >> 15
     words = words * 0x735A2D97
     words ^= words >> 15
-    # Take as many bits as fp32 holds: so every draw is exact, and below one, on every device.
+    # Take as many bits as fp32 holds, so that every draw is exact and below one on every device.
     return (words >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)

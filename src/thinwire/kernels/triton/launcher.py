@@ -1,4 +1,4 @@
-"""Launches of kernels by name, and the tables that they look up: known without Triton, or a device."""
+"""Launches of kernels by name, and the tables that they look up; imported without Triton or a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from thinwire.tensors.accelerators import to_device_async
 
-# Given, and not left to Triton: its versions differ in it, and with it the last bits.
+# Set explicitly: Triton's default differs between versions, and so would the last bits.
 FUSED: dict[str, object] = {"enable_fp_fusion": True, "num_warps": 4}
 
 
@@ -26,51 +26,51 @@ def launch(
     device: torch.device,
     touched: Sequence[torch.Tensor],
 ) -> None:
-    """Launch a kernel on the current stream of a device; `touched` is what it reads and what it writes."""
-    # For parameters without elements; CUDA refuses an empty grid.
+    """Launch a kernel on the current stream of a device; `touched` has all tensors it reads or writes."""
+    # If all parameters are empty: CUDA refuses an empty grid.
     if programs == 0:
         return
-    # Triton launches on the current device, which need not be that of the tensors. Its interpreter has none.
-    # The stream that is current there is the caller's, so the kernel runs behind what has made its inputs.
+    # Triton launches on the current device, which may not be that of the tensors. Its interpreter has none.
+    # The device's current stream is the caller's, so the kernel runs after those that made its inputs.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _function(kernel)[(programs,)](*arguments, **constants)
 
 
 def padded(size: int) -> int:
-    """Return the next power of two: tiles have no other sizes."""
+    """Return the next power of two, as tiles require."""
     return 1 << (size - 1).bit_length()
 
 
 def check() -> None:
     """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
     number = torch.zeros(1, dtype=torch.float32, device="cuda")
-    # With the options of all launches: without them some versions of Triton warn, which may be an error.
+    # With the usual options: without them some versions of Triton warn, and warnings may be errors.
     launch("compiled_codes.probe", 1, [number], FUSED, number.device, [number])
 
 
 @cache
 def _function(kernel: str) -> Any:
     module, _, name = kernel.partition(".")
-    # Imported here: Triton is no requirement.
+    # Imported here: Triton is optional.
     return getattr(import_module(f"thinwire.kernels.triton.{module}"), name)
 
 
-# Tables of addresses and sizes, kept on the device from step to step.
+# Tables of addresses and sizes, cached on the device from step to step.
 
-# A step has tens. Tables of addresses that no longer exist fall out at the other end.
+# A step has tens. Tables of old addresses are evicted.
 MAX_TABLES = 1024
 
 
 class LaunchTable(NamedTuple):
     """The numbers that the programs of a launch look up."""
 
-    rows: torch.Tensor  # of each tensor or matrix, int64: addresses, and sizes of which two are multiplied
-    tiles: torch.Tensor  # of each program its row and its tile of that, int32, (programs, 2)
+    rows: torch.Tensor  # per tensor or matrix, int64: addresses, and sizes, which kernels multiply
+    tiles: torch.Tensor  # each program's row, and its tile of that, int32, (programs, 2)
     programs: int
 
 
 TableRows: TypeAlias = tuple[Sequence[tuple[int, ...]], Sequence[int]]
-"""Rows of numbers, and for each the programs that it takes."""
+"""Rows of numbers, and the number of programs for each."""
 
 _tables: OrderedDict[Hashable, LaunchTable] = OrderedDict()
 _workspaces: dict[Hashable, torch.Tensor] = {}
@@ -78,13 +78,13 @@ _lock = threading.Lock()
 
 
 def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.device) -> LaunchTable:
-    """Return the table of a launch on a device, made when its key is seen for the first time.
+    """Return the table of a launch on a device, made when its key is first seen.
 
-    In most steps nothing is new: DDP's buckets and the residuals stay where they are, and the allocator gives
-    a step the memory of the one before. The key names all that the table is made of: numbers of bound groups,
-    and every other address.
+    In most steps nothing is new: DDP's buckets and the residuals keep their addresses, and the allocator
+    reuses the memory of the step before. The key identifies all inputs of the table: the numbers of bound
+    groups, and every other address.
     """
-    # One for each stream: on a different one the copy may not have arrived yet.
+    # One per stream: on another stream, the copy may not have arrived yet.
     key = (device, _stream(device), key)
     # Backward passes of several devices, or models, run in different threads.
     with _lock:
@@ -98,22 +98,22 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
         to_device_async(device, _tiles(counts)),
         sum(counts),
     )
-    # A tensor of a subclass, such as torch's fake mode makes, is of no use when that mode has ended.
+    # Don't cache a tensor subclass, such as a fake tensor: it is useless after its mode has ended.
     if type(table.rows) is torch.Tensor:
         with _lock:
             _tables[key] = table
             if len(_tables) > MAX_TABLES:
-                # A kernel that still reads it runs before anything that its stream gives the memory to.
+                # A kernel that still reads it runs before anything that reuses the memory on its stream.
                 _tables.popitem(last=False)
     return table
 
 
 def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for what the launches of one call hand to each other; the next call overwrites it.
+    """Return a buffer for data between the launches of one call; the next call overwrites it.
 
-    It stays, and with it its address, until a call needs more.
+    It keeps its address until a call needs more memory.
     """
-    # One for each stream, whose launches run one after the other.
+    # One per stream, whose launches run one after the other.
     key = name, dtype, device, _stream(device)
     with _lock:
         buffer = _workspaces.get(key)
@@ -132,5 +132,5 @@ def _tiles(counts: Sequence[int]) -> torch.Tensor:
     sizes = torch.tensor(counts)
     owners = torch.arange(len(sizes)).repeat_interleave(sizes)
     tiles = torch.arange(len(owners)) - (sizes.cumsum(0) - sizes)[owners]
-    # Side by side, so that a program reads both from one line of memory.
+    # Adjacent, so that a program reads both from one line of memory.
     return torch.stack([owners, tiles], dim=1).int()

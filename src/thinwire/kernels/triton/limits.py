@@ -1,4 +1,4 @@
-"""The limits of Triton's kernels, and whether they can be used here: known without importing Triton."""
+"""The limits of Triton's kernels, and whether they can be used; known without importing Triton."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ GRADIENT_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # PyTorch's nightly wheels, NVIDIA's containers and wheels for ROCm package it under different names.
 PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
-# Torch 2.6 comes with it. Older ones lack what the kernels are written with. It divides without denormals: of
-# a block whose scale is above 8e37, few bits send zeros, where no training comes. And it puts numbers of some
-# kernels of low rank aside, which takes time; torch 2.6 without them would make several times the launches.
+# Torch 2.6 comes with it; older versions lack features that the kernels use. It divides without denormals: a
+# block whose scale is above 8e37, which no training reaches, is sent as zeros in few bits. It also spills
+# registers in some low-rank kernels; without the kernels there would be several times as many launches.
 OLDEST = (3, 2)
 
-# Compute capability of Ampere: the oldest GPUs that the kernels are compiled for in tests.
+# Compute capability of Ampere, the oldest GPUs for which tests compile the kernels.
 OLDEST_CAPABILITY = (8, 0)
 
 
 def serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) -> bool:
-    """Implement `Backend.serves`; warn if there is no kernel for something of a device that they reach."""
+    """Implement `Backend.serves`; warn if a supported device lacks a kernel for this."""
     if not reaches(device):
         return False
     if dtype not in GRADIENT_TYPES:
@@ -42,7 +42,7 @@ def serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) ->
 
 
 def reaches(device: torch.device) -> bool:
-    """Return whether the kernels are compiled for a device; say so if not."""
+    """Return whether the kernels are compiled for a device; warn if not."""
     why_not = _why_not(device)
     return warn_fallback(why_not) if why_not else why_not is None
 
@@ -55,11 +55,11 @@ def why_not(device: torch.device) -> str:
 @cache
 def _why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
-        # "meta" has nothing to compute, and so nothing that could be slow.
+        # "meta" computes nothing, so nothing can be slow.
         if device.type in ("cpu", "meta"):
             return ""
         return f"Triton's kernels are for CUDA and ROCm, and this device is of type {device.type}"
-    # AMD's numbers mean something else, and no lower bound of theirs is known.
+    # AMD's numbers have a different meaning, and no known lower bound.
     capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
@@ -68,7 +68,7 @@ def _why_not(device: torch.device) -> str | None:
 
 
 def installed() -> str | None:
-    """Return Triton's version, by whatever name it was packaged; None without it."""
+    """Return Triton's version, under any package name; None if it is not installed."""
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             return version(package)
@@ -77,22 +77,22 @@ def installed() -> str | None:
 
 @cache
 def why_unusable() -> str:
-    """Return what is wrong with Triton: it must be there, new enough, and compile a small kernel."""
+    """Check that Triton is installed, new enough, and compiles a small kernel; return the problem or ""."""
     release = installed()
     if release is None:
         return "Triton is not installed"
     if tuple(int(part) for part in release.split(".")[:2]) < OLDEST:
         return f"Triton {release} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later"
     try:
-        # Imported here: Triton is no requirement.
+        # Imported here: Triton is optional.
         import_module("thinwire.kernels.triton.launcher").check()
-    # Whatever it is, such as a missing C compiler or no place for a cache: PyTorch's kernels do without.
+    # Any error, such as a missing C compiler or cache folder: use PyTorch's kernels instead.
     except Exception as error:
         return f"Triton {release} is installed but does not compile ({''.join(str(error).splitlines()[:1])})"
     return ""
 
 
 def warn_fallback(why: str) -> bool:
-    """Warn once that PyTorch's kernels serve, and why; return False."""
+    """Warn once that PyTorch's kernels are used, and why; return False."""
     warn_once(f"{why}: PyTorch's kernels serve, in several times as many launches")
     return False

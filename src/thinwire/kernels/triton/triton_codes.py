@@ -1,4 +1,4 @@
-"""Codes by Triton: gradients of all types on accelerators, a launch for each operation on a bucket."""
+"""Codes with Triton: gradients of all dtypes on accelerators, one launch per operation on a bucket."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, block_bytes
 from thinwire.tensors.rounding import RandomBits
 
-# Numbers that a program holds; a longer block has one for itself.
+# How many numbers a program holds; a longer block has a program for itself.
 ELEMENTS = 2048
 
-# Numbers of a block that threads beside each other have, in up to 4 bits and in more. The fewer, the more of
-# a block has one thread, which finds the scale once for all; but longer codes are then written in too short
-# pieces. Found by trial on an H200, of 4 and of 8 bits.
+# How many numbers of a block adjacent threads have, for up to 4 bits and for more. With fewer, one thread has
+# more of a block, and computes its scale once for all; but longer codes are then written in too short pieces.
+# Found by trial on an H200, for 4 and 8 bits.
 BESIDE, BESIDE_OF_LONG = 16, 32
 
-# Products and sums are rounded one by one, as PyTorch rounds them: then the mean is the same to the bit.
+# Products and sums are rounded separately, as in PyTorch, so that the mean is the same to the bit.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 COLUMN = 4  # codes of a column, as `compiled_codes` says
@@ -30,9 +30,9 @@ COLUMN = 4  # codes of a column, as `compiled_codes` says
 
 def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
     """Take one launch."""
-    # Addresses are reckoned from the first number on.
+    # Kernels compute addresses from the first number.
     flat, members = flat.contiguous(), blocks.num_members
-    # It is not cleared: kernels write zeros to what only fills up the last row, because it is sent.
+    # Not cleared: kernels write zeros to the padding of the last row, which is sent.
     coded = _empty(blocks, codebook, members, flat.device)
     tiles = _tiles(blocks)
     launcher.launch(
@@ -150,12 +150,12 @@ def _draws(draws: RandomBits | None) -> tuple[torch.Tensor | None, torch.Tensor 
 
 
 def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return where blocks begin, and their lengths; if all are whole, a kernel knows that by itself."""
+    """Return the starts and lengths of blocks; None if all are whole, since kernels compute them then."""
     return (None, None) if blocks.are_whole else (blocks.firsts[device], blocks.lengths[device])
 
 
 def _tiles(blocks: Blocks) -> int:
-    """Return the programs that the blocks of one member take."""
+    """Return the number of programs for the blocks of one member."""
     return -(-blocks.share // max(1, ELEMENTS // padded(blocks.block)))
 
 
@@ -164,7 +164,7 @@ def _limit(flat: torch.Tensor) -> float:
 
 
 def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
-    """Return the levels, if kernels do not reckon them."""
+    """Return the levels, unless kernels compute them."""
     is_reckoned = codebook.is_linear or codebook.cubic
     return None if is_reckoned else levels_of(codebook, torch.float32, device)
 
@@ -175,7 +175,7 @@ def constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, o
     return {**of_codebook, **_of_tiles(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
 
 
-# Made once: every bucket asks for them three times a step.
+# Cached: every bucket needs them three times a step.
 @lru_cache(maxsize=64)
 def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
     width = padded(block)
@@ -188,6 +188,6 @@ def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
 
 
 def statistic(codebook: Codebook) -> dict[str, object]:
-    """Return the compile-time arguments of kernels that code."""
+    """Return the compile-time arguments of kernels that encode."""
     least, most = codebook.reach
     return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic, "LEAST": least, "MOST": most}

@@ -1,4 +1,4 @@
-"""Few entries by Triton: gradients in fp32, fp16 and bf16, four launches and zeros for a bucket."""
+"""Few entries with Triton: gradients in fp32, fp16 and bf16, four launches and a fill of zeros per bucket."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from thinwire.kernels.triton.launcher import padded
 from thinwire.kernels.triton.limits import warn_fallback
 from thinwire.tensors.entries import EntryLayout
 
-# Elements, and entries, of the longest chunk that a program holds.
+# The most elements, and entries, of a chunk that a program can hold.
 LENGTH, KEPT = 4096, 1024
 
-# Entries, and marks, that a program holds: of several chunks.
+# How many entries, and marks, a program holds, of several chunks.
 ENTRIES_HELD, MARKS_HELD = 256, 1024
 
-# Products and sums are rounded one by one, as PyTorch rounds them.
+# Products and sums are rounded separately, as in PyTorch.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
-# It mostly waits for memory: the fewer registers a thread takes, the more of them there are.
+# It mostly waits for memory: with fewer registers per thread, more threads run.
 MERGING_WARPS = 8
 
 
 def serves(layout: EntryLayout) -> bool:
-    """Say so if not."""
+    """Return whether chunks are short enough; warn if not."""
     length, kept, _ = layout.most
     if length > LENGTH or kept > KEPT:
         return warn_fallback(
@@ -34,7 +34,7 @@ def serves(layout: EntryLayout) -> bool:
 
 
 def encode(query: TopKQuery) -> torch.Tensor:
-    """Take two launches, and zeros."""
+    """Take two launches and a fill of zeros."""
     layout, flat, device = query.layout, query.flat, query.flat.device
     positions, values = _empty((layout.num_entries,), device)
     table = layout.table[device]
@@ -46,7 +46,7 @@ def encode(query: TopKQuery) -> torch.Tensor:
         device,
         [flat, query.error, positions, values],
     )
-    # Whole words, of which each chunk sets its own bits.
+    # Whole words, in which each chunk sets its own bits.
     message = torch.zeros(-(-layout.num_bytes // 4) * 4, dtype=torch.uint8, device=device)
     width = padded(layout.most[1])
     rows = max(1, ENTRIES_HELD // width)
@@ -62,7 +62,7 @@ def encode(query: TopKQuery) -> torch.Tensor:
 
 
 def decode(query: TopKQuery, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take one launch; positions are those in chunks."""
+    """Take one launch; positions are relative to chunks."""
     layout, members, device = query.layout, len(gathered), gathered.device
     positions, values = _empty((members, layout.num_entries), device)
     width = padded(layout.most[2])
@@ -95,7 +95,7 @@ def merge(
             *(flat, error, query.loss_scale),
             None if is_healthy is None else is_healthy.view(torch.int8),
             *(layout.table[flat.device], *sent, less),
-            flat if is_wide else torch.empty_like(error),  # room for the sums, of which few are touched
+            flat if is_wide else torch.empty_like(error),  # a buffer for the sums, few of which are used
             *(counts, layout.num_chunks, query.rank, len(sent[0]), layout.num_entries),
         ],
         {
@@ -111,7 +111,7 @@ def merge(
 
 
 def _empty(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for positions and values."""
+    """Return buffers for positions and values."""
     return (
         torch.empty(shape, dtype=torch.int32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
@@ -119,7 +119,7 @@ def _empty(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, 
 
 
 def _streams(layout: EntryLayout) -> tuple[int, int]:
-    """Return the bit at which words begin in a message, and the byte at which scales do."""
+    """Return the bit at which words start in a message, and the byte at which scales do."""
     marks, words, _ = layout.stream_bytes
     return 8 * marks, marks + words
 

@@ -1,7 +1,7 @@
-"""Low-rank steps by Triton: gradients in fp32, fp16 and bf16, matrix ranks up to 32, all matrices at once.
+"""Low-rank steps with Triton: gradients in fp32, fp16 and bf16, matrix ranks up to 32, all matrices together.
 
-In fp32 the first kernel of a step adds the residuals to the gradients in place, as PyTorch's do; to gradients
-in 16 bits, which could not hold the sum, every kernel adds them as it reads both.
+In fp32 the first kernel of a step adds the residuals to the gradients in place, as PyTorch's kernels do.
+16-bit gradients could not hold the sum, so every kernel adds residuals as it reads both.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from thinwire.tensors.layout import group_indices, split_as
 
 LETTERS = {torch.float32: "f", torch.float16: "h", torch.bfloat16: "b"}
 
-# From this many rows of a factor on, products are the tensor cores'.
+# From this many rows of a factor on, products use tensor cores.
 DOT_ROWS = 16
 
-# Rows of a matrix that one program of a projection adds up: a fixed number, whatever the GPU.
+# Rows of a matrix that one program of a projection sums: the same number on every GPU.
 SPLIT_ROWS = 512
 
-# Elements of a program that adds up parts; of one that only looks at each.
+# Elements per program that sums parts, and per program that only checks or copies elements.
 SUMS, ELEMENTS = 1024, 4096
 
-# Columns of a factor that one program has, and holds at a time: few, as a division in fp64 is a subroutine on
-# sm_80: around it registers that are full would be put aside.
+# Columns of a factor that one program has, and holds at a time: few, since an fp64 division is a subroutine
+# on sm_80, around which live registers would spill.
 CHUNK, COLUMNS = 512, 128
 
 
 class Tile(NamedTuple):
-    """The tile of a program, its warps, and how many tiles of a loop it loads ahead."""
+    """A program's tile, its warps, and how many tiles of a loop it loads ahead."""
 
     rows: int
     columns: int
@@ -57,9 +57,9 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-# For each kernel, by the most rows of a factor: the fastest tile that we tried on an H200, with GPT-2 small
-# in fp32 and Llama's layers in bf16, and that spills no registers on sm_80 and sm_90. Larger tiles spill;
-# smaller ones load too little at a time.
+# For each kernel, by the most rows of a factor: the fastest tile of those tried on an H200, with GPT-2 small
+# in fp32 and Llama's layers in bf16, that spills no registers on sm_80 and sm_90. Larger tiles spill; smaller
+# ones load too little at a time.
 TILES = {
     "products": {4: Tile(8, 256), 8: Tile(8, 128), 32: Tile(64, 64, stages=1)},
     "projections": {4: Tile(32, 128), 8: Tile(16, 64), 16: Tile(32, 64), 32: Tile(32, 128, stages=1)},
@@ -70,28 +70,28 @@ TILES = {
 def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool, keeps: bool = False) -> Tile:
     """Return the tile of a kernel for factors of `factor_rows` rows."""
     tile = next(tile for most_rows, tile in TILES[kernel].items() if factor_rows <= most_rows)
-    # Addresses of single numbers, and of what is written, take registers. Along what is added up, tiles stay
-    # the same: a matrix must give the same sums wherever it lies.
+    # Addresses of single numbers, and of writes, take registers. Keep the tile's size along summed
+    # dimensions: a matrix must give the same sums at any address.
     if kernel == "reconstruct" and not is_aligned:
         return tile._replace(rows=tile.rows // 2)
     return tile._replace(columns=tile.columns // 2) if kernel == "projections" and keeps else tile
 
 
-# Groups, bound: what does not change until a plan makes new ones.
+# Bound groups: what does not change until a plan makes new groups.
 
 _numbers = count()
 
 
 class _GroupTable:
-    """The addresses and sizes of a group, and where `reconstruct` writes the residual of each matrix."""
+    """The addresses and sizes of a group, and the addresses to which `reconstruct` writes residuals."""
 
     def __init__(self, group: MatrixGroup, written: Sequence[torch.Tensor | None]) -> None:
         matrices, errors = group.matrices, group.errors
         touched = [tensor for tensor in (*matrices, *errors, *written) if tensor is not None]
         is_aligned = all(tensor.shape[-1] % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in touched)
-        # Names it in keys of tables: no other group gets it.
+        # Identifies the group in keys of tables; unique.
         self.number, self.has_errors = next(_numbers), any(error is not None for error in errors)
-        # What is compiled in, so that a matrix is computed alike whatever else is in its bucket.
+        # Compiled in, so that a matrix is computed the same way whatever else is in its bucket.
         self.kind = matrices[0].dtype, padded(group.matrix_rank), is_aligned
         self.addresses = [*zip(map(_address, matrices), map(_address, errors), strict=True)]
         self.written = list(map(_address, written))
@@ -117,18 +117,18 @@ def _launch_over(
 ) -> None:
     """Launch a kernel over the matrices of some items, all of one kind.
 
-    Each row of its table ends with the addresses of its matrix's parts of the batches `beside`, in front of
-    which stand the residuals that `reconstruct` writes. If it is the first of the step, gradients are without
-    their residuals. `outs` is what it writes beside them.
+    Each row of its table ends with the addresses of the matrix's parts of the batches `beside`, preceded by
+    the residuals that `reconstruct` writes. `is_first`: gradients do not include residuals yet. `outs` are
+    the other tensors that it writes.
     """
     dtype, factor_rows, is_aligned = bound[0].kind
     is_fp32, reconstructs = dtype == torch.float32, kernel == "reconstruct"
-    # Whether the launch leaves gradient plus residual where the gradient was; in fp32 those that come later
-    # find the sum there.
+    # Whether the launch writes gradient plus residual to the gradient; in fp32 later launches read the sum
+    # there.
     keeps = is_first and is_fp32 and any(group.has_errors for group in bound)
     adds = is_first or not is_fp32
     tile = tile_of(kernel, factor_rows, is_aligned=is_aligned, keeps=keeps)
-    # A kernel gets the address of the scale, so the host need not wait for its value.
+    # A kernel gets the address of the scale, so the host does not wait for its value.
     scale = None if items[0].loss_scale is None else items[0].loss_scale.float()
     key = (
         *(kernel, adds, tile, _address(scale), *(group.number for group in bound)),
@@ -156,9 +156,9 @@ def _launch_over(
         "R": factor_rows,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
-        # Without this the compiler reads one number at a time: an address from a table may be any.
+        # Without this the compiler reads one number at a time: it knows nothing of addresses from a table.
         "ALIGNED": is_aligned,
-        # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
+        # Three products of TF32 parts give fp32 precision; AMD's tensor cores have no TF32.
         "DOT": ("ieee" if torch.version.hip else "tf32x3") if factor_rows >= DOT_ROWS else "",
         **FUSED,
         "num_warps": tile.warps,
@@ -183,7 +183,7 @@ PROGRAMS: dict[str, Callable[[Tile, int, int], int]] = {
     "projections": lambda tile, rows, columns: -(-rows // SPLIT_ROWS) * -(-columns // tile.columns),
     "reconstruct": lambda tile, rows, columns: -(-rows // tile.rows) * -(-columns // tile.columns),
 }
-"""How many programs a matrix of some rows and columns takes, by kernel."""
+"""The number of programs for a matrix with some rows and columns, by kernel."""
 
 
 def _launch(
@@ -193,7 +193,7 @@ def _launch(
     touched: Sequence[torch.Tensor],
     *beside: torch.Tensor | None,
 ) -> None:
-    """Launch a kernel over a table, on the device on which that lies."""
+    """Launch a kernel over a table, on the table's device."""
     arguments, device = [table.rows, table.tiles, *beside], table.rows.device
     launcher.launch(kernel, table.programs, arguments, constants, device, touched)
 
@@ -214,10 +214,10 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     results = _products_results(items, side=1)
     kinds = list(_by_kind(items, results))
     all_outs = [out for *_, outs in kinds for out in outs]
-    # Parts and a second launch, and no atomic additions: those come in a different order every time.
+    # Parts and a second launch, not atomic additions, whose order differs every time.
     splits = [-(-batch.shape[2] // SPLIT_ROWS) for _, _, factors, _ in kinds for batch in factors]
     shapes = [(len(out), split, *out.shape[1:]) for split, out in zip(splits, all_outs, strict=True)]
-    # One room for all launches: the second one reads what each of them has written.
+    # One buffer for all launches: the second one reads what all of them have written.
     buffer = workspace("parts", sum(map(math.prod, shapes)), torch.float32, results[0].device)
     all_parts = split_as(buffer, shapes)
     remaining = iter(all_parts)
@@ -255,9 +255,9 @@ def _by_kind(
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
-    """Take one launch for each kind; what a 16-bit gradient can't hold of a mean goes to its residual."""
-    # Residuals are mostly written where the group's own are read: a program has read all of its tile before
-    # it writes any of it, and no other program has that tile.
+    """Take one launch for each kind; residuals get what 16-bit gradients can't hold of a mean."""
+    # Residuals are mostly written in place: a program reads all of its tile before it writes any of it, and
+    # no other program has that tile.
     bound = [
         _table_of(item.group)
         if item.errors is item.group.errors
@@ -267,8 +267,8 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
     for indices in group_indices(range(len(items)), lambda i: (bound[i].kind, len(items[i].terms))):
         some = [items[index] for index in indices]
         dtype, _, _ = bound[indices[0]].kind
-        # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
-        # the terms before the last one, `subtract_own` has taken.
+        # For each matrix: the left and right factor that was sent, and those of the means. `subtract_own` has
+        # already subtracted what terms before the last one have sent.
         pairs = [[item.terms[-1].sent, *(term.mean for term in item.terms)] for item in some]
         factors = [
             [_contiguous(of_item[term][side]) for of_item in pairs]
@@ -298,7 +298,7 @@ def write(items: Sequence[Write]) -> None:
             for item, target in zip(some, targets, strict=True)
         ]
         table = launch_table(("write", *rows), partial(_rows_of_elements, rows), targets[0].device)
-        # Types are compiled in; all else a launch looks up for each tensor.
+        # Dtypes are compiled in; a launch looks up everything else per tensor.
         letters = {"G": LETTERS[targets[0].dtype], "SOURCE": LETTERS[healthy[0].dtype]}
         constants = {**letters, "COLUMNS": ELEMENTS, **FUSED}
         _launch("compiled_matrices.write", table, constants, healthy + targets, _flag(some[0].is_healthy))
@@ -308,7 +308,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Take two launches."""
     rows = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
     table = launch_table(("finite", *rows), partial(_rows_of_elements, rows), tensors[0].device)
-    # One byte of each program, and no common one: to write that, they would have to take turns.
+    # One byte per program, not a shared one, which programs would have to write in turn.
     flags = torch.empty(table.programs, dtype=torch.int8, device=tensors[0].device)
     constants = {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED}
     _launch("compiled_matrices.finite", table, constants, [*tensors, flags], flags)
@@ -316,20 +316,20 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _rows_of_elements(rows: Sequence[tuple[int, ...]]) -> TableRows:
-    """Return rows that end with a number of elements, and the programs that those take."""
+    """Return rows that end with a number of elements, and the number of programs for these."""
     return rows, [-(-row[-1] // ELEMENTS) for row in rows]
 
 
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
-    """Compute as PyTorch's functions do, in three launches.
+    """Compute the same as PyTorch's functions, in three launches.
 
-    Gram matrices are added up chunk by chunk, in order, so that many programs share a long factor.
+    Gram matrices are summed chunk by chunk, in order, so that many programs share a long factor.
     """
     factors, device = [_contiguous(item.rows) for item in items], items[0].rows.device
     results = _results([item.out for item in items], [batch.shape for batch in factors], device)
     rows = padded(max(batch.shape[1] for batch in factors))
     chunks = [-(-batch.shape[2] // CHUNK) for batch in factors]
-    # Two Gram matrices for each chunk, a transform for each matrix.
+    # Two Gram matrices per chunk, and a transform per matrix.
     sizes = [(len(batch), (2 * many + 1) * rows * rows) for batch, many in zip(factors, chunks, strict=True)]
     grams = split_as(workspace("grams", sum(map(math.prod, sizes)), torch.float64, device), sizes)
 
@@ -358,7 +358,7 @@ OF_FOUR_WARPS = {("gram", 32), ("gram_again", 2), ("gram_again", 16)}
 def basis_constants(kernel: str, rows: int) -> dict[str, object]:
     """Return the compile-time arguments of a kernel that makes bases, and options."""
     constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **FUSED}
-    # With these nothing is put aside on sm_80, sm_90 and sm_100: found by trial, since the compiler decides.
+    # With these no registers spill on sm_80, sm_90 and sm_100: found by trial, since the compiler decides.
     constants["num_warps"] = 4 if (kernel, rows) in OF_FOUR_WARPS else 8
     return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
 
@@ -366,11 +366,11 @@ def basis_constants(kernel: str, rows: int) -> dict[str, object]:
 def _results(
     outs: Sequence[torch.Tensor | None], shapes: Sequence[torch.Size | tuple[int, ...]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Return room for results: what was given for them, or new memory."""
+    """Return buffers for results: the given ones, or new memory."""
     buffers = [out for out in outs if out is not None]
     if len(buffers) == len(outs):
         return buffers
-    # The type is named wherever an address goes to a kernel: the default one is the user's to set.
+    # Set the dtype explicitly, since kernels get addresses and users may change torch's default.
     return split_as(torch.empty(sum(map(math.prod, shapes)), dtype=torch.float32, device=device), shapes)
 
 
@@ -379,7 +379,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _matrix_addresses(batches: Sequence[torch.Tensor]) -> list[int]:
-    """Return where each matrix of contiguous batches begins."""
+    """Return the address of each matrix of contiguous batches."""
     return [
         batch.data_ptr() + k * batch.stride(0) * batch.element_size()
         for batch in batches
@@ -392,8 +392,8 @@ def _flag(is_healthy: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _contiguous(batch: torch.Tensor) -> torch.Tensor:
-    """Return a batch that lies in one piece; a copy lives as long as the caller holds it."""
-    # Kernels get addresses, and take what lies there for fp32.
+    """Return a contiguous batch; a copy lives as long as the caller holds it."""
+    # Kernels get addresses, and assume fp32.
     assert batch.dtype is torch.float32
     return batch.contiguous()
 
