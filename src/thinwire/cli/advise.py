@@ -84,8 +84,8 @@ def _share(text: str) -> float:
 
 
 def _as_json(advice: Advice) -> str:
-    told = {name: getattr(advice, name) for name in ("compress", "nothing_to_win", "headline", "lines")}
-    told |= {"best": asdict(advice.best), "tied": list(map(asdict, advice.tied))}
+    summary = {name: getattr(advice, name) for name in ("compress", "nothing_to_win", "headline", "lines")}
+    summary |= {"best": asdict(advice.best), "tied": list(map(asdict, advice.tied))}
     # JSON has no infinity.
-    told |= {"budget_loss": None if math.isinf(advice.budget_loss) else advice.budget_loss}
-    return json.dumps(asdict(advice) | told)
+    summary |= {"budget_loss": None if math.isinf(advice.budget_loss) else advice.budget_loss}
+    return json.dumps(asdict(advice) | summary)

@@ -67,7 +67,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """As `fp16_compress_wrapper`, in bf16."""
+    """Return a hook with its messages in bf16; see `fp16_compress_wrapper`."""
     return _wrapped(hook, "bf16")
 
 

@@ -130,7 +130,7 @@ class ElasticMembership(Membership):
 
     def _repeated(self, attempt: Callable[[], None]) -> None:
         """Repeat the attempt until it succeeds, or for the group's `wait_seconds`."""
-        group, give_up_at, said = self.group, math.inf, ""
+        group, give_up_at, logged = self.group, math.inf, ""
         while True:
             try:
                 attempt()
@@ -146,8 +146,8 @@ class ElasticMembership(Membership):
                 # time out.
                 group.commit(False)
                 self.stats.retries += not isinstance(error, TooFewError)
-                if str(error) != said:  # waiting raises the same error again and again
-                    said, waits = str(error), isinstance(error, TooFewError)
+                if str(error) != logged:  # waiting raises the same error again and again
+                    logged, waits = str(error), isinstance(error, TooFewError)
                     happens = "waiting for more members" if waits else "an averaging failed and is repeated"
                     logger.warning("%s: %s", happens, error)
                 if group.broadcast_scalar(now >= give_up_at):

@@ -270,7 +270,7 @@ def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
 
 
 def clamped(factor: torch.Tensor) -> torch.Tensor:
-    """Return a factor within fp16's range: the residual keeps what is cut off.
+    """Return a factor clamped to fp16's range: the residual keeps the excess.
 
     Infinite values stay infinite, because the step should then be skipped.
     """

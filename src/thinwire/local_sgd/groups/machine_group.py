@@ -135,8 +135,8 @@ def _results(result: Any, failure: BaseException | None, inside: Transport) -> l
         raise failure
     for rank, (kind, *message) in enumerate(everyone):
         if message:
-            told = message[0] if kind in FORWARDED else f"{kind}: {message[0]}"
-            raise FORWARDED.get(kind, BrokenMemberError)(f"process {rank} of this member: {told}")
+            text = message[0] if kind in FORWARDED else f"{kind}: {message[0]}"
+            raise FORWARDED.get(kind, BrokenMemberError)(f"process {rank} of this member: {text}")
     return [result for (result,) in everyone]
 
 

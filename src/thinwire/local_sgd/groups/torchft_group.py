@@ -174,13 +174,13 @@ class TorchftGroup(Group):
     def start_quorum(self) -> None:
         give_up_at = time.monotonic() + self.wait_seconds
         words = "has waited %g s for the other members at the lighthouse %s, whose page says who is there"
-        said = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
-        said.daemon = True
-        said.start()
+        alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
+        alarm.daemon = True
+        alarm.start()
         try:
             self._ask(give_up_at)
         finally:
-            said.cancel()
+            alarm.cancel()
         failed = self._manager.errored()
         cause = None if failed is None else failed.original_exception
         if isinstance(cause, StateError):  # this member's own error: another quorum would not help
