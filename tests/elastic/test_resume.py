@@ -296,7 +296,8 @@ class Ending(Run):
 @pytest.mark.parametrize("steps", [12, 13], ids=["after a turn", "between turns"])
 def test_members_that_end_together_average_all_fragments(steps: int) -> None:
     streaming = Streaming(fragments=2, delay_steps=1)
-    settings = {"every_steps": 4, "algorithm": FEW_BITS, "streaming": streaming, "outer": Nesterov(0.7, 0.9)}
+    settings: dict[str, Any] = {"every_steps": 4, "algorithm": FEW_BITS, "streaming": streaming}
+    settings["outer"] = Nesterov(lr=0.7, momentum=0.9)
     run = Ending(2, partial(LocalSGD, **settings), steps=steps)
     assert run.results == ["done"] * 2, run.errors
     group = InProcessTransport.group(2)
