@@ -281,6 +281,39 @@ def test_members_that_stay_do_what_a_fixed_group_does_to_the_bit(name: str) -> N
         assert all(torch.equal(fixed[rank][step], run.models[step, rank]) for rank in range(3)), step
 
 
+class Ending(Run):
+    def train(self, member: int) -> str:
+        model, optimizer = member_of(member)
+        with self.kind(model, optimizer, group=self.groups[member]) as adapter:
+            while adapter.steps < self.steps:
+                draw_gradients(model, adapter.steps, member)
+                optimizer.step()
+                wait_for(Turn())
+        self.models[self.steps, member] = flat(model)
+        return "done"
+
+
+@pytest.mark.parametrize("steps", [12, 13], ids=["after a turn", "between turns"])
+def test_members_that_end_together_average_all_fragments(steps: int) -> None:
+    streaming = Streaming(fragments=2, delay_steps=1)
+    settings: dict[str, Any] = {"every_steps": 4, "algorithm": FEW_BITS, "streaming": streaming}
+    settings["outer"] = Nesterov(lr=0.7, momentum=0.9)
+    run = Ending(2, partial(LocalSGD, **settings), steps=steps)
+    assert run.results == ["done"] * 2, run.errors
+    group = InProcessTransport.group(2)
+
+    def train(rank: int) -> torch.Tensor:
+        model, optimizer = member_of(rank)
+        with thinwire.LocalSGD(model, optimizer, replicas=group[rank], **settings):
+            for step in range(steps):
+                draw_gradients(model, step, rank)
+                optimizer.step()
+        return flat(model)
+
+    fixed = run_members(2, train)
+    assert all(torch.equal(fixed[0], run.models[steps, member]) for member in (0, 1))
+
+
 @pytest.mark.parametrize("words", ["round 1", "round 2", VOTE])
 @pytest.mark.parametrize("member", [0, 1])
 def test_what_was_in_flight_when_a_message_failed_is_averaged_when_it_is_due(words: str, member: int) -> None:

@@ -69,8 +69,13 @@ class Contributor(ABC):
         """Return the contribution of this member to the next averaging, or the one after it."""
 
     @abstractmethod
-    def start(self, tensors: Any, scale: float, step: int, *, is_delayed: bool) -> PendingAverage[Any]:
-        """Send the first messages of an averaging of a contribution's tensors; None: compute them again."""
+    def start(
+        self, tensors: Any, scale: float, step: int, *, is_delayed: bool, is_last: bool = False
+    ) -> PendingAverage[Any]:
+        """Send the first messages of an averaging of a contribution's tensors; None: compute them again.
+
+        The last averaging, with which all members leave, covers all fragments.
+        """
 
     @abstractmethod
     def commit(

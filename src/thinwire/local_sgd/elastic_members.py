@@ -255,8 +255,10 @@ class LocalSGD(ModelAverager, Member):
         """Average what is left, unless an exception was raised, and leave. Catches `LeftError`."""
         changes = self._contributor
         with self._attached:
+            # Fragments whose turn was not the last one have work left.
+            is_left = changes.steps > changes.averaged_steps or any(it.work for it in changes.fragments)
             # Inside this block: its end leaves the group, and the last averaging must come before.
-            if kind is None and changes.steps > changes.averaged_steps and not self.has_left:
+            if kind is None and is_left and not self.has_left:
                 self._model.loads.check()
                 with suppress(LeftError), full_precision(changes.device):
                     if self._membership.is_open:

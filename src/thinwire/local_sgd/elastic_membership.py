@@ -166,8 +166,10 @@ class ElasticMembership(Membership):
         if total:
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
+            is_last = all(status.is_leaving for status in statuses)
             pending = in_all_processes(
-                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed), group
+                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed, is_last=is_last),
+                group,
             )
         self._open = _Averaging(pending, lineage, statuses)
 

@@ -157,6 +157,12 @@ class ModelChanges(Contributor):
             return self.fragments
         return [self.fragments[(self.turns + turns_ahead) % len(self.fragments)]]
 
+    def _fragments_left(self, step: int) -> Sequence[Fragment]:
+        """Return the fragments that have made steps since their last averaging."""
+        # By what a newcomer knows, too. An outer step of no change would still go on with its momentum.
+        last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self._turn_began else None
+        return [it for it in self.fragments if it is not last] or self.fragments_after(step)
+
     @property
     def weight(self) -> float:
         """The weight of a fixed member."""
@@ -178,11 +184,12 @@ class ModelChanges(Contributor):
         step: int,
         *,
         is_delayed: bool,
+        is_last: bool = False,
     ) -> PendingAverage[Fragment]:
         is_exact, known = self.schedule.is_warm_up(step), tensors or {}
         changes = {
             fragment: known[fragment] if fragment in known else fragment.changes()
-            for fragment in self.fragments_after(step)
+            for fragment in (self._fragments_left(step) if is_last else self.fragments_after(step))
         }
         # Scale before sending: otherwise the residual would have a different unit than the next change.
         for flat in chain(*changes.values()) if scale != 1 else ():

@@ -154,7 +154,13 @@ class Gradients(Contributor):
         return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*flats)), flats)
 
     def start(
-        self, tensors: list[torch.Tensor] | None, scale: float, step: int, *, is_delayed: bool
+        self,
+        tensors: list[torch.Tensor] | None,
+        scale: float,
+        step: int,
+        *,
+        is_delayed: bool,
+        is_last: bool = False,
     ) -> PendingAverage[Buckets]:
         flats = tensors or self._gradients()
         for flat in flats:
