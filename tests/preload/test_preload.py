@@ -59,6 +59,13 @@ def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) 
     assert weights(again) != weights(ended.stdout)
 
 
+def test_a_run_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
+    """Ray Train kills the process after that."""
+    told = run("thread", options=Options(TOLD, checkpoint=str(tmp_path / "c")))
+    assert "5 steps sent" in told
+    assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
+
+
 def test_a_model_with_a_hook_stays_as_it_is() -> None:
     attached = run("hook", options=Options(TOLD))
     assert "stays as it is: it has the communication hook fp16_compress_hook" in attached

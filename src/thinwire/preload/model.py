@@ -38,8 +38,6 @@ BY_ITSELF = "the script attaches by itself"
 _num_built: Counter[tuple[int, ...]] = Counter()  # models, of each group of processes
 _runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # of models that live
 _waiting: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # for their first pass that trains
-
-
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
 
@@ -163,6 +161,22 @@ def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     return averaging(model, optimizer, **settings).sync
 
 
+class _RunsOfThread(weakref.WeakSet["_Run"]):
+    """Ends its runs with the thread that trains: Ray Train kills the process after it."""
+
+    def __del__(self) -> None:
+        for run in list(self):
+            run.end()
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.runs = _RunsOfThread()
+
+
+_of_thread = _OfThread()
+
+
 class _Run:
     """What surrounds the training of an attached model: its checkpoint, its records, and the last line.
 
@@ -191,15 +205,19 @@ class _Run:
         self._stats, self._has_begun = self._sync.stats(), True
         engine_of(self._sync).reporter.observers.append(self._after_step)
         _runs.add(self)
+        _of_thread.runs.add(self)
+        if self._folder is None:
+            if self._is_first and self._sync.algorithm.remembers:
+                _say(
+                    f"{self._sync.algorithm} remembers what it has not sent yet, and your checkpoints lack "
+                    "that; --checkpoint DIR saves it"
+                )
         # Python lets no other thread than the first take signals.
-        if self._folder is not None and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, _tell_runs_to_end)
-        elif self._folder is None and self._is_first and self._sync.algorithm.remembers:
-            _say(
-                f"{self._sync.algorithm} remembers what it has not sent yet, and your checkpoints lack that; "
-                "--checkpoint DIR saves it"
-            )
+        elif (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
+            signal.signal(signal.SIGTERM, _tell_runs_to_end)
         if self._options.watch is not None and self._is_first:
             from thinwire.watch import Watch  # noqa: PLC0415
 
