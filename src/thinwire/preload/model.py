@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
-from thinwire.adapters.common import living
+from thinwire.adapters.common import living, tell_start
 from thinwire.adapters.ddp_model import hook_of
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
@@ -304,6 +304,8 @@ def _log_to_stderr() -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+        # axolotl has loggers made after its own hide what is no warning; this one tells the first line.
+        logging.getLogger(tell_start.__module__).filters.clear()
 
 
 def _say(line: str) -> None:
