@@ -1,7 +1,7 @@
 """Real training commands, unchanged, with and without `thinwire attach`: two processes on a CPU.
 
-Each command runs three times: as it is, under `thinwire attach --bits 4` (in SLURM, by a variable of the
-environment), and with an `attach` in its code.
+Each command runs three times: as it is, under `thinwire attach --bits 4` (in SLURM and in pods, by a variable
+of the environment), and with an `attach` in its code, or the plugin in its file.
 The last two must have the same losses, to the last digit, and not those of the first. A command whose package
 or file is missing is skipped, and the line says why. Arguments choose: `without_code.py nanogpt trl`.
 
@@ -39,6 +39,10 @@ ACCELERATE += ["--mixed_precision=no", "--dynamo_backend=no"]
 # As people write it in a job's script; needs a running slurmctld and slurmd.
 RANKS = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
 SRUN = ["srun", "--ntasks=2", "bash", "-c", f'{RANKS} MASTER_ADDR=127.0.0.1 MASTER_PORT=29577 exec "$@"', "-"]
+# What a PyTorchJob sets in a pod: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and nothing else.
+PODS = [PYTHON, "-m", "thinwire", "lab", "--machines", "2", "--", "env"]
+PODS += ["--unset=LOCAL_RANK", "--unset=LOCAL_WORLD_SIZE", "--unset=GROUP_RANK", "--unset=GROUP_WORLD_SIZE"]
+BY_VARIABLE = ["env", "THINWIRE_ATTACH=4 bits"]
 TIMEOUT_SECONDS = 900
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -48,6 +52,8 @@ ENVIRONMENT = {
     "FORCE_TORCHRUN": "1",  # LLaMA-Factory's
     "NPROC_PER_NODE": "2",
     "RAY_raylet_start_wait_time_s": "600",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "PYTHONPATH": str(HERE),  # seeded.py
 }
 OF_TRAINER: dict[str, Any] = {
     "max_steps": 6,
@@ -110,9 +116,36 @@ def proofs(folder: Path) -> dict[str, Proof]:
         source("llamafactory.launcher"),
         [str(folder / "train.yaml")],
     )
+    axolotl: dict[str, Any] = {
+        "base_model": model,
+        "reinit_weights": True,  # on a CPU axolotl loads none
+        "datasets": [{"path": str(folder / "rows/train.jsonl"), "ds_type": "json", "type": "completion"}],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "dataset_num_proc": 1,
+        "seed": 0,  # of the order of the rows
+        "sequence_len": 32,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "output_dir": "out",
+        "plugins": ["seeded.SeededPlugin"],
+    }
+    axolotl |= {
+        name: OF_TRAINER[name] for name in ("max_steps", "logging_steps", "learning_rate", "save_steps")
+    }
+    (folder / "axolotl.yaml").write_text(json.dumps(axolotl))
+    axolotl["plugins"].append("thinwire.integrations.axolotl.ThinwirePlugin")
+    (folder / "plugin.yaml").write_text(json.dumps(axolotl | {"thinwire_bits": 4}))
+    axolotl_cli = str(Path(PYTHON).with_name("axolotl"))
+    by_axolotl = [
+        [axolotl_cli, "train", str(folder / name), "--launcher", "torchrun", "--", *TORCHRUN[3:]]
+        for name in ("axolotl.yaml", "plugin.yaml")
+    ]
     return {
         "nanogpt": own("nanogpt", TORCHRUN),
-        "slurm": replace(own("nanogpt", [*SRUN, PYTHON]), attach=["env", "THINWIRE_ATTACH=4 bits"]),
+        "slurm": replace(own("nanogpt", [*SRUN, PYTHON]), attach=BY_VARIABLE),
+        "pods": replace(own("nanogpt", [*PODS, PYTHON]), attach=BY_VARIABLE),
         "accelerate": own("accelerated", ACCELERATE, "accelerate"),
         "lightning": own("lightning", [PYTHON], "lightning"),
         "transformers": own("transformers", TORCHRUN, "transformers", "accelerate"),
@@ -126,6 +159,7 @@ def proofs(folder: Path) -> dict[str, Proof]:
         "llamafactory": replace(
             cli, command=[PYTHON, "-m", "llamafactory.cli", "train", str(folder / "train.yaml")]
         ),
+        "axolotl": Proof(("axolotl",), *by_axolotl),
     }
 
 
@@ -196,7 +230,7 @@ def proved(proof: Proof, folder: Path) -> str:
     assert attached != plain, f"nothing was compressed: {told[-2000:]}"
     sent = re.findall(r"steps sent (\S+) MB, where bf16 would have sent (\S+);", told)
     if "ray_train" in proof.command:
-        sent = sent or [("?", "?")]  # Ray kills its workers, which then tell nothing at their end
+        sent = sent or [("?", "?")]  # Ray may kill its workers before it has shown their last line
     assert sent, f"what was sent is not told: {told[-2000:]}"
     return (
         f"{len(attached)} equal losses; sent {sent[0][0]} MB, in bf16 {sent[0][1]}; unattached, they differ"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import sys
+import threading
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,11 @@ def main() -> None:
 
 
 dist.init_process_group("gloo")
+if "thread" in sys.argv:  # as Ray Train does
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    thread.join()
+    os._exit(0)
 main()
 gc.collect()  # the model goes before the process ends, as in many scripts
 dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -62,6 +63,26 @@ def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) 
     # It goes on with the residual that it has saved.
     again = run(options=Options(TOLD, checkpoint=str(folder)))
     assert weights(again) != weights(ended.stdout)
+
+
+def test_a_run_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
+    """Ray Train kills the process after that."""
+    told = run("thread", options=Options(TOLD, checkpoint=str(tmp_path / "c")))
+    assert "5 steps sent" in told
+    assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
+
+
+def test_the_first_line_shows_where_others_loggers_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """axolotl gives a filter to every logger that is made after its own."""
+    ours, teller = logging.getLogger("thinwire"), logging.getLogger("thinwire.adapters.common")
+    for name, value in {"handlers": [], "propagate": True, "level": logging.NOTSET}.items():
+        monkeypatch.setattr(ours, name, value)
+    monkeypatch.setattr(teller, "filters", [lambda record: record.levelno >= logging.WARNING])
+    preload_model._log_to_stderr()
+    teller.info("first line")
+    assert capsys.readouterr().err == "thinwire attach: first line\n"
 
 
 def test_a_model_with_a_hook_stays_as_it_is() -> None:

@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
-from thinwire.adapters.common import living
+from thinwire.adapters.common import living, tell_start
 from thinwire.adapters.ddp_model import hook_of
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
@@ -163,6 +163,22 @@ def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     return averaging(model, optimizer, **settings).sync
 
 
+class _RunsOfThread(weakref.WeakSet["_Run"]):
+    """Ends its runs with the thread that trains: Ray Train kills the process after it."""
+
+    def __del__(self) -> None:
+        for run in list(self):
+            run.end()
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.runs = _RunsOfThread()
+
+
+_of_thread = _OfThread()
+
+
 class _Run:
     """The checkpoint, the records and the final log line of an attached model's training.
 
@@ -191,15 +207,19 @@ class _Run:
         self._stats, self._has_begun = self._sync.stats(), True
         engine_of(self._sync).reporter.observers.append(self._after_step)
         _runs.add(self)
+        _of_thread.runs.add(self)
+        if self._folder is None:
+            if self._is_first and self._sync.algorithm.remembers:
+                _say(
+                    f"{self._sync.algorithm} remembers what it has not sent yet, and your checkpoints lack "
+                    "that; --checkpoint DIR saves it"
+                )
         # In Python, only the main thread can handle signals.
-        if self._folder is not None and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, _tell_runs_to_end)
-        elif self._folder is None and self._is_first and self._sync.algorithm.remembers:
-            _say(
-                f"{self._sync.algorithm} remembers what it has not sent yet, and your checkpoints lack that; "
-                "--checkpoint DIR saves it"
-            )
+        elif (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
+            signal.signal(signal.SIGTERM, _tell_runs_to_end)
         if self._options.watch is not None and self._is_first:
             from thinwire.watch import Watch  # noqa: PLC0415
 
@@ -286,6 +306,8 @@ def _log_to_stderr() -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+        # axolotl has loggers made after its own hide what is no warning; this one tells the first line.
+        logging.getLogger(tell_start.__module__).filters.clear()
 
 
 def _say(line: str) -> None:
