@@ -112,7 +112,7 @@ def _begin(
     _: None,
     environment: dict[str, str],
     namespaces: Sequence[str],
-    body: Callable[..., None],
+    body: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
     # The server's modules are no garbage: to look at a million objects would copy their pages.
@@ -205,7 +205,7 @@ class Pool:
                 if not ready:
                     ranks = ", ".join(map(str, waited_for.values()))
                     raise WorkerFailed(f"process {ranks} hung for {timeout_seconds} s\n{self._stacks()}")
-                for end in ready:
+                for end in [end for end in waited_for if end in ready]:
                     rank = waited_for.pop(end)
                     try:
                         ok, results[rank] = pickle.loads(end.recv_bytes())
