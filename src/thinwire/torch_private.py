@@ -8,7 +8,8 @@ public classes that only `torch._C` exports with their types.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +43,19 @@ not_compiled = _disable_dynamo
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Return whether `torch.profiler` or `torch.autograd.profiler` records on this thread."""
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Return a context in which torch's profilers record nothing on this thread.
+
+    For what may end after them: torch would write its end to a recording that is freed.
+    """
+    torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
 
 
 # Modules, tensors and optimizers.

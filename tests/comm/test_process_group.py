@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+from torch.profiler import ProfilerActivity, profile
 
 from comm.every_collective import check_every_collective, tensor_of
 from processes import in_each_process
@@ -55,6 +56,20 @@ def test_a_message_of_a_different_length_is_refused() -> None:
     )
     with pytest.raises(CommunicationError, match=words):
         transport.all_gather(rows, rows[0].clone(), "a gather").wait()
+
+
+@pytest.mark.parametrize("is_p2p", [True, False], ids=["p2p", "backend"])
+@in_each_process(2)
+def test_what_ends_after_a_profiler_has_is_not_recorded(is_p2p: bool) -> None:
+    """Torch would write the end of a receive that was posted ahead to freed memory, and crash later."""
+    transport = ProcessGroupTransport(dist.new_group(), p2p=is_p2p)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        transport.mean(torch.ones(2).neg(), "a mean").wait()
+        transport.all_gather(torch.empty(2, 3), torch.ones(3), "a gather").wait()
+        transport.all_to_all(torch.empty(2, 3), torch.ones(2, 3), "an exchange").wait()
+    names = {event.key for event in profiler.key_averages()}
+    assert "aten::neg" in names  # the user's own operations are
+    assert not [name for name in names if name.startswith("gloo:")]
 
 
 @in_each_process(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -244,6 +245,20 @@ def test_registered_after_the_rebuild_every_layer_gets_its_own_memory() -> None:
     states[1].load_state_dict(saved)
     late.register_comm_hook(states[1], hooks.powerSGD_hook)
     assert_same(gradients_of(straight, range(4, 6)), gradients_of(late, range(4, 6)))
+
+
+@in_each_process(2)
+def test_a_model_is_found_that_the_garbage_collector_has_frozen() -> None:
+    """Fast loops call gc.freeze() before their first step; a hook then still learns its model's names."""
+    state = new_state()
+    model = hooked(state, hooks.powerSGD_hook)
+    gc.freeze()
+    try:
+        gradients_of(model, range(1))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert not [name for name, _ in state.state_dict()["parameters"] if name.startswith("parameter[")]
 
 
 @in_each_process(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
@@ -31,7 +32,7 @@ from thinwire.comm.p2p import (
 from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
-from thinwire.torch_private import default_store, timeout_of
+from thinwire.torch_private import default_store, is_profiling, timeout_of, unrecorded
 
 Result = TypeVar("Result")
 Works: TypeAlias = "Sequence[dist.Work | PeerWork | TwoStepAllReduce]"
@@ -88,16 +89,19 @@ class GroupTransport(Transport):
 
     def start(self, message: Message) -> DistWork:
         try:
-            if message.collective == "all_reduce":
-                works = self._all_reduce(message)
-            elif message.collective == "all_gather":
-                works = self._all_gather(message)
-            elif message.collective == "all_to_all":
-                works = self._all_to_all(message)
-            else:
-                options = BroadcastOptions()
-                options.rootRank = message.source
-                works = [self.group.broadcast([as_bytes(message.tensor)], options)]
+            # Over Gloo a receive ends steps after it was posted, a message when it is waited for.
+            on_cpu = message.tensor.device.type == "cpu"
+            with unrecorded() if on_cpu and is_profiling() else nullcontext():
+                if message.collective == "all_reduce":
+                    works = self._all_reduce(message)
+                elif message.collective == "all_gather":
+                    works = self._all_gather(message)
+                elif message.collective == "all_to_all":
+                    works = self._all_to_all(message)
+                else:
+                    options = BroadcastOptions()
+                    options.rootRank = message.source
+                    works = [self.group.broadcast([as_bytes(message.tensor)], options)]
         except RuntimeError as error:
             raise failure(message, error, self.why) from error
         return DistWork(works, message, self.why)
