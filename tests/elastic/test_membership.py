@@ -616,6 +616,23 @@ def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
     run.check_equal()
 
 
+def test_a_newcomer_gets_no_optimizer_state_of_a_member_that_diverges() -> None:
+    class Diverging(LocalSGD):
+        def _after_own_step(self) -> None:
+            if self.steps == 5 and self._membership.group.transport.rank == 0:
+                for parameter, state in self._optimizers[0].state.items():
+                    parameter.detach().fill_(torch.nan)
+                    state["momentum_buffer"].fill_(torch.nan)
+            super()._after_own_step()
+
+    with patch.object(torch.optim, "SGD", partial(torch.optim.SGD, momentum=0.9)):
+        run = Run([0, 0, 5], kind=Diverging)
+    assert run.results == ["StepError", "done", "done"]
+    for state in run.adapters[2]._optimizers[0].state.values():
+        assert state["momentum_buffer"].isfinite().all()
+    run.check_equal()
+
+
 def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
     class Told(InProcessGroup):
         def start_quorum(self) -> None:

@@ -241,6 +241,10 @@ class ElasticMembership(Membership):
             group,
         )
         statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
+        if is_new and not all(status.is_finite for status in statuses):
+            # It may come from a member that has diverged, whose optimizers have, too: receive another one.
+            group.received = None
+            group.reset()
         # In this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start over:
         # rank 0 waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
