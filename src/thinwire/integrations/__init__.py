@@ -5,9 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 # The warning of all of them about a checkpoint.
-SAVED_WITHOUT = (
-    "%s was saved without Thinwire: training goes on from it, with nothing remembered of the steps before"
-)
+SAVED_WITHOUT = "%s was saved without Thinwire: training continues from it, without the algorithm's state"
 
 # `thinwire` itself does the same.
 if not TYPE_CHECKING:

@@ -93,6 +93,6 @@ def why_unusable() -> str:
 
 
 def warn_fallback(why: str) -> bool:
-    """Warn once that PyTorch's kernels serve, and why; return False."""
-    warn_once(f"{why}: PyTorch's kernels serve, in several times as many launches")
+    """Warn once that PyTorch's kernels are used, and why; return False."""
+    warn_once(f"{why}: PyTorch's kernels are used, in several times as many launches")
     return False
