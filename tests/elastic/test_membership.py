@@ -553,13 +553,13 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a tensor as a state": (of_second(lambda its: torch.ones(2)), "can't be read"),
     "a tensor as a parameter's state": (
         of_second(lambda its: {**its, "state": {0: torch.ones(2)}}),
-        "of a different AdamW than this member's",
+        "into this member's AdamW",
     ),
     "the second one of another kind": (
         of_second(lambda its: {**its, "param_groups": []}),
-        "of a different AdamW than this member's",
+        "into this member's AdamW",
     ),
-    "the second one empty": (of_second(lambda its: {}), "of a different AdamW than this member's"),
+    "the second one empty": (of_second(lambda its: {}), "into this member's AdamW"),
 }
 
 
