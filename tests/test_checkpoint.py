@@ -111,7 +111,7 @@ def test_another_matrix_rank_or_algorithm_takes_the_error_over(
     second = resumed(first.state_dicts()[0], algorithm, 3)
     warned = {str(each.message) for each in recwarn.list}
     assert len(warned) == (1 if warning else 0)
-    assert all(warning in each and "No error is lost" in each for each in warned)
+    assert all(warning in each and "No residual is lost" in each for each in warned)
     ran(second, range(5, 9), sums, means)
     final = second.state_dicts()[0]
     for bucket, total, true in zip(buckets(), sums, means, strict=True):
@@ -125,7 +125,7 @@ def test_parameters_added_or_removed() -> None:
     ran(whole, range(3), zeros(), zeros())
     state = whole.state_dicts()[0]
     part = Simulation(POWER, buckets()[:1], num_workers=2)
-    with pytest.raises(StateError, match=r"this one does not train conv\.weight, empty, tiny\.weight;"):
+    with pytest.raises(StateError, match=r"this model does not train conv\.weight, empty, tiny\.weight;"):
         part.syncs[0].load_state_dict(state)
     for sync in part.syncs:
         sync.load_state_dict(state, strict=False)
@@ -186,7 +186,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.pt")
     for name in FORMATS:
         (tmp_path / name).write_bytes(b"")
-        with pytest.raises(StateError, match=f"{name} can't be read: it is empty; load an earlier one"):
+        with pytest.raises(StateError, match=f"{name} can't be read: it is empty; load an earlier file"):
             load(tmp_path / name)
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
     with pytest.raises(StateError, match="expected a state made by state_dict"):
@@ -265,7 +265,7 @@ def test_a_disk_that_is_full_is_told_and_leaves_the_old_file(path: Path, state: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=f"{path.name} can't be written: File too large; .* make room"
+            CheckpointError, match=f"{path.name} can't be written: File too large; .* free space"
         ):
             save(state, path)
     finally:
@@ -388,16 +388,16 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path
     simulation = Simulation(POWER, buckets(), num_workers=2)
     ran(simulation, range(2), zeros(), zeros())
     states = [sync.local_state_dict() for sync in simulation.syncs]
-    with pytest.raises(StateError, match="saved by process 1 of 2, 1 a machine, and this is process 0 of 2"):
+    with pytest.raises(StateError, match="saved by process 1 of 2, 1 a machine, but this is process 0 of 2"):
         simulation.syncs[0].load_state_dict(states[1])
     with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0$"):
         merge(states[:1])
     ran(simulation, range(2), zeros(), zeros())
-    with pytest.raises(StateError, match="not of one step of one run"):
+    with pytest.raises(StateError, match="from different steps or runs"):
         merge([states[0], simulation.syncs[1].local_state_dict()])
     with pytest.raises(StateError, match="process 3 of 2"):
         simulation.syncs[0].load_state_dict(states[0] | {"layout": states[0]["layout"] | {"rank": 3}})
-    with pytest.raises(StateError, match="has no file of save_local"):
+    with pytest.raises(StateError, match="contains no file from save_local"):
         load_local(simulation.syncs[0], tmp_path)
     for sync in (*Simulation(POWER, buckets(), num_workers=3).syncs[1:], simulation.syncs[0]):
         save_local(sync, tmp_path)

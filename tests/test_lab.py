@@ -267,7 +267,7 @@ def test_a_link_that_misses_what_was_asked_for_is_refused() -> None:
     with network:
         network.check_link()
         network.links[0] = LinkSpec("10mbit", latency="90ms")
-        with pytest.raises(CommunicationError, match="but 90ms and 10mbit were asked for: this computer is"):
+        with pytest.raises(CommunicationError, match="but 90ms and 10mbit were requested: this computer is"):
             network.check_link()
 
 
@@ -383,12 +383,15 @@ def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        *((partial(LinkSpec, rate), "a rate is like 100mbit") for rate in ("", "fast", "1kbit", "101gbit")),
-        (partial(LinkSpec, latency="20"), "a duration is like 20ms"),
+        *(
+            (partial(LinkSpec, rate), "a rate must be like 100mbit")
+            for rate in ("", "fast", "1kbit", "101gbit")
+        ),
+        (partial(LinkSpec, latency="20"), "a duration must be like 20ms"),
         (partial(LinkSpec, jitter="2ms"), "jitter must be at most the latency 0ms, got 2ms"),
         (partial(LinkSpec, loss="60%"), "a percentage such as 0.1%, up to 50%"),
         (partial(Network, 0), "machines must be a whole number of at least 1"),
-        (partial(Network, 2, slow_machines={2: "1mbit"}), "there is no machine 2: they are 0 to 1"),
+        (partial(Network, 2, slow_machines={2: "1mbit"}), "there is no machine 2; machines are 0 to 1"),
     ],
 )
 def test_links_and_networks_that_are_none(make: Callable[[], object], message: str) -> None:

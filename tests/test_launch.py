@@ -176,7 +176,7 @@ def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="processes must be a whole number of at least 1, got 0"):
         run_here(0)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match=r"this is a process of one \(RANK is set\): leave it out"):
+    with pytest.raises(ConfigError, match=r"already belongs to one \(RANK is set\); leave it out"):
         run_here(2)
     monkeypatch.setenv(launch.STORE_VARIABLE, "there")
     run_here(2)
@@ -355,9 +355,9 @@ def test_at_a_given_lighthouse_others_may_be_enough(tmp_path: Path) -> None:
 @elastic
 def test_what_can_not_be_is_told_before_anything_starts() -> None:
     out = sys.stdout.buffer
-    with pytest.raises(ConfigError, match="max=1 members are fewer than min=2"):
+    with pytest.raises(ConfigError, match="max=1 is below min=2"):
         ElasticJob(["true"], 1, min_members=2, out=out)
-    with pytest.raises(ConfigError, match="leave it out with lighthouse"):
+    with pytest.raises(ConfigError, match="lighthouse is given; leave port out"):
         ElasticJob(["true"], 1, lighthouse="http://10.0.0.1:29510", port=1, out=out)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -209,7 +209,7 @@ def save_on_one(setting: Setting, meanwhile: str) -> list[str]:
         with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
             step_with(3)
     elif setting.process_rank == 0:
-        words = "^state_dict.. after 3 steps: the comparison of what.*must be made on every process"
+        words = "^state_dict.. after 3 steps: the comparison of what.*every process must make"
         with pytest.raises(CommunicationError, match=words):
             sync.state_dict()
     elif meanwhile == "they train":

@@ -78,5 +78,5 @@ def test_an_empty_plan() -> None:
 
 @pytest.mark.parametrize("name", ["first … last", "experts @ shard 0.weight"])
 def test_a_name_that_saved_states_could_not_tell_apart_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"a parameter is called '{name}'.*rename"):
+    with pytest.raises(ConfigError, match=f"parameter '{name}' has.*rename"):
         ParameterSpec.of(name, torch.zeros(2))

@@ -342,11 +342,11 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: PowerSGD(["weight"], AT_ONCE), "got a str among them"),  # type: ignore[list-item]
     (lambda: PowerSGD([torch.ones(3)] * 2, AT_ONCE), "more than once"),
     (lambda: of_three(grad_scaler=2.0), "grad_scaler.*2.0"),
-    (lambda: of_three().aggregate([]), "expected 1 gradients, one for each parameter, got 0"),
+    (lambda: of_three().aggregate([]), "expected 1 gradients, one per parameter, got 0"),
     (lambda: of_three().aggregate([torch.ones(4)]), r"gradient 0 has shape \(4,\), its parameter \(3,\)"),
     (lambda: of_three().aggregate([torch.ones(3).to_sparse()]), "sparse=False"),
     (lambda: stepped(thinwire.PowerSGD()), "expected an Aggregator"),
-    (lambda: stepped(of_three()), "1 parameters that are not the aggregator's, the aggregator 1"),
+    (lambda: stepped(of_three()), "1 parameters that the aggregator lacks, and lacks 1"),
 ]
 
 
@@ -382,7 +382,7 @@ def test_a_process_group_that_is_missing_or_made_later_is_told(monkeypatch: pyte
             of_three()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(thinwire.StepError, match="make it afterwards"):
+    with pytest.raises(thinwire.StepError, match="create it afterwards"):
         powersgd.aggregate([torch.ones(3)])
 
 

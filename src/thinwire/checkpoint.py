@@ -88,8 +88,8 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if a write fails
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"{path} can't be written: {getattr(cause, 'strerror', None) or cause}; what was there before is "
-            "there still: make room, or save elsewhere"
+            f"{path} can't be written: {getattr(cause, 'strerror', None) or cause}; any file that was there "
+            "is unchanged: free space, or save elsewhere"
         ) from cause
 
 
@@ -109,7 +109,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     # Opened once: a concurrent save replaces the file, and a second open would read the new one.
     with path.open("rb") as file:
         if not file.peek(1):
-            raise StateError(f"{path} can't be read: it is empty; load an earlier one")
+            raise StateError(f"{path} can't be read: it is empty; load an earlier file")
         try:
             if path.suffix == SAFETENSORS:
                 data = file.read()
@@ -129,7 +129,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         except MissingExtraError:
             raise
         except Exception as error:  # readers raise all kinds of errors for a damaged file
-            raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
+            raise StateError(f"{path} can't be read: {error}; load an earlier file") from error
     return dict(state)
 
 
@@ -180,7 +180,7 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
     if state is None or position_of(state) != sync.position:
         files = sorted(folder.glob(LOCAL_NAME.format("*")))
         if not files:
-            raise StateError(f"{folder} has no file of save_local(); load an earlier one")
+            raise StateError(f"{folder} contains no file from save_local(); load an earlier folder")
         state = merge(map(load, files))
     sync.load_state_dict(state, strict=strict)
 
@@ -221,5 +221,6 @@ def _safetensors() -> Any:
         return import_module("safetensors.torch")
     except ImportError as error:
         raise MissingExtraError(
-            "this needs safetensors; install it: pip install '.[safetensors]' in a clone of Thinwire"
+            ".safetensors files need the package safetensors: pip install '.[safetensors]' in a clone of "
+            "Thinwire"
         ) from error

@@ -105,11 +105,13 @@ class ElasticJob(Job):
         self._max_restarts = whole_count("max_restarts", max_restarts, minimum=0)
         if lighthouse is None and members < min_members:
             raise ConfigError(
-                f"max={members} members are fewer than min={min_members}: they would wait forever; raise "
-                "max, or give the lighthouse where others are"
+                f"max={members} is below min={min_members}, so members would wait forever; raise max, or "
+                "pass the lighthouse of other members"
             )
         if lighthouse is not None and port:
-            raise ConfigError("port is of a lighthouse that is started here; leave it out with lighthouse")
+            raise ConfigError(
+                "port is for a lighthouse that this job starts, but lighthouse is given; leave port out"
+            )
         self._torchft = torchft_module("torchft.coordination")
         self._port, self._has_others = port, lighthouse is not None
         self._address = lighthouse or ""

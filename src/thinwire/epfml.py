@@ -206,7 +206,9 @@ class AllReduce(Aggregator):
         """Return an aggregator over tensors like these. It has no state, so other tensors get a new one."""
         present = [tensor for tensor in tensors if tensor is not None]
         if len(present) < len(tensors):
-            raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
+            raise ConfigError(
+                "AllReduce got None as a gradient, whose shape it can't know; leave that gradient out"
+            )
 
         def kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
             return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
@@ -283,7 +285,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
         scaler = None
     if scaler is not None and was_unscaled(scaler, optimizer):
         words = "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not"
-        raise StepError(f"{words} averaged yet; leave it out")
+        raise StepError(f"{words} averaged yet; leave out unscale_")
     means, committed = aggregator.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
@@ -304,9 +306,9 @@ def _in_order_of(aggregator: AlgorithmAggregator, parameters: list[torch.Tensor]
     there = {id(parameter) for parameter in aggregator.parameters if parameter.requires_grad}
     if here != there:
         raise ConfigError(
-            f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the "
-            f"aggregator {len(there - here)} that are not the optimizer's; make an aggregator for each "
-            "optimizer, of all its parameters"
+            f"the optimizer has {len(here - there)} parameters that the aggregator lacks, and lacks "
+            f"{len(there - here)} of the aggregator's; create one aggregator per optimizer, with all its "
+            "parameters"
         )
     return aggregator.parameters
 

@@ -194,7 +194,7 @@ class Job:
             if signals:
                 self.received = signals[-1]
                 name = signal.Signals(self.received).name
-                self._say(f"{name}: all are asked to end; a further signal kills them")
+                self._say(f"{name}: asking all processes to end; another signal kills them")
         if self.received is not None:
             self.exit_code = 128 + self.received
         elif self.output.error is not None:

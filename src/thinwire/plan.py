@@ -56,7 +56,7 @@ class ParameterSpec(NamedTuple):
         for mark in (BUCKET_SEPARATOR, SHARD_MARK):
             if mark in name:
                 raise ConfigError(
-                    f"a parameter is called {name!r}, and {mark!r} is what saved states have between names; "
+                    f"parameter {name!r} has {mark!r} in its name, which separates names in saved states; "
                     "rename the module or the parameter"
                 )
         tensor = tensor.detach()

@@ -63,8 +63,8 @@ class Simulation:
         whole_number("workers_per_machine", workers_per_machine, minimum=1)
         if num_workers % workers_per_machine:
             raise ConfigError(
-                f"num_workers={num_workers} is no multiple of workers_per_machine={workers_per_machine}, and "
-                "each machine has as many; change one of them"
+                f"num_workers must be a multiple of workers_per_machine={workers_per_machine}, got "
+                f"{num_workers}; change one of them"
             )
         self.buckets = list(buckets)
         # All parameters are known from the start, as with `attach`, so a state is checked when it is loaded.

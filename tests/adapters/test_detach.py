@@ -30,7 +30,7 @@ def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
     saved = sync.state_dict()
     other.state_dict()
     sync.detach()
-    assert "nothing to take off" in error_of(sync.detach)
+    assert "nothing to detach" in error_of(sync.detach)
     assert (gradient_of(model, 2) - gradient_of(plain, 2)).norm() < 1e-6
     # A copy has no hook, as a copy of any DDP model; it may be trained.
     gradient_of(copy.deepcopy(model), 2)
@@ -44,7 +44,7 @@ def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
     # Whoever comes next takes the same hook: a LocalSGD, and after it attach.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with LocalSGD(model, optimizer, every_steps=2, algorithm=POWER) as local:
-        assert "has a communication hook already" in error_of(lambda: thinwire.attach(model, POWER))
+        assert "already has a communication hook" in error_of(lambda: thinwire.attach(model, POWER))
         for step in range(2):
             gradient_of(model, step)
             optimizer.step()
@@ -59,4 +59,4 @@ def test_a_hook_that_was_registered_by_hand_stays() -> None:
     model, state = ddp_of(), hooks.PowerSGDState(None, start_powerSGD_iter=0)
     model.register_comm_hook(state, hooks.powerSGD_hook)
     gradient_of(model, 0)
-    assert "nothing to take off" in error_of(state.sync.detach)
+    assert "nothing to detach" in error_of(state.sync.detach)

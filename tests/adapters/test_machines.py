@@ -47,7 +47,7 @@ def test_states_of_torchs_hooks_take_it_as_a_setting() -> None:
         assert 0 < state.sync.stats().message_bytes == sync.stats().message_bytes
     with pytest.raises(ConfigError, match="make one state for each model and hook"):
         bf16.run(Cast("fp16"), None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="once for each machine"):
+    with pytest.raises(ConfigError, match="once per machine"):
         hooks.quantization_pertensor_hook(bf16, None)  # type: ignore[arg-type]
 
 
@@ -217,8 +217,8 @@ def test_unequal_machines_are_said_and_each_process_sends_by_itself() -> None:
     with patch("thinwire.comm.machines.logger.warning") as warning:
         sync = thinwire.attach(ddp_of(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
     told = (
-        "machines have 3, 1 processes of the group, so each process sends by itself; with as "
-        "many on each, what a machine has in common would be sent once"
+        "machines have 3, 1 processes of the group, so each process sends by itself; with "
+        "equal numbers, a machine would send its sum only once"
     )
     assert [call.args[1] for call in warning.call_args_list] == ([] if dist.get_rank() else [told])
     assert "over 4 processes" in str(sync)
@@ -259,7 +259,7 @@ def test_variables_that_lie_are_refused_on_all(case: str) -> None:
             # The others attach, while one trains a model that it has attached by itself.
             engine = engine_of(thinwire.attach(ddp_of(), Quantize(bits=4), machines=False))
             attach = partial(thinwire.attach, model, Quantize(bits=4))
-            with pytest.raises(AgreementError, match="under way"):
+            with pytest.raises(AgreementError, match="calls differ"):
                 engine.agree(torch.device("cpu")) if rank == 3 else attach()
             return
         with pytest.raises(AgreementError, match=words):

@@ -42,7 +42,7 @@ def test_processes_whose_models_drift_apart_are_told() -> None:
     with pytest.raises(thinwire.AgreementError) as caught:
         thinwire.check_replicas(model)
     assert dist.get_world_size() == 2
-    assert "of 1 of 2 processes (ranks 1) are not those of process 0" in str(caught.value)
+    assert "of 1 of 2 processes (ranks 1) differ from process 0" in str(caught.value)
 
 
 def test_what_is_no_module_is_refused() -> None:

@@ -685,27 +685,27 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     for block in [] if dist.get_rank() // 2 else parts_otherwise.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(parts_otherwise, mesh=mesh["shard"])
-    not_whole = "(the whole model) since it was attached, so neither DDP nor Thinwire"
+    not_whole = "(the whole model) after it was attached, so neither DDP nor Thinwire"
     for words, call in (
         ('mesh["replicate"] to thinwire.attach or LocalSGD', lambda: attach(plain, POWER)),
         ("different shards of one replica", lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
-        ("embed.weight is trained, but no fully_shard holds it", lambda: to_replicas(partly)),
+        ("embed.weight is trained, but not sharded", lambda: to_replicas(partly)),
         ("embed.weight is on the meta device", lambda: to_replicas(empty)),
         ("a part of a larger sharded model", lambda: whole(tokens_of(0))),
-        ("the whole model is inside of a reentrant activation checkpoint", _checkpointed_whole),
+        ("the whole model is inside a reentrant activation checkpoint", _checkpointed_whole),
         ("0.weight was set to None before it was averaged", lambda: backward(steps_inside, 0)),
         ("shard the plain module with fully_shard", lambda: to_replicas(old)),
         ("(tensor or expert parallelism); shard the plain module", lambda: to_replicas(in_columns)),
         ("sync.use", lambda: to_replicas(twice)),
         ("process 0 has embed.weight of shape (11, 8)", lambda: to_replicas(unlike)),
-        ("got a mesh of dimensions (2, 2)", lambda: attach(plain, POWER, replicas=unnamed)),
+        ("got a mesh with dimensions (2, 2)", lambda: attach(plain, POWER, replicas=unnamed)),
         ("has shard 0 of 2", lambda: attach(plain, POWER, replicas=crossed)),
         ("cut along 0", lambda: to_replicas(cut_otherwise)),
         ("held with embed.weight", lambda: to_replicas(parts_otherwise)),
         ("call fully_shard on all parts, then attach", lambda: later(tokens_of(0))),
-        ("the model trains embed.weight, which it did not have", lambda: assigned(tokens_of(0))),
+        ("the model trains embed.weight, which was frozen or missing", lambda: assigned(tokens_of(0))),
         (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
-        ("(blocks.0) since it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
+        ("(blocks.0) after it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
         ("embed.weight is sharded, so processes hold different", lambda: thinwire.check_replicas(plain)),
         ("process 0 has algorithm PowerSGD(matrix_rank=1", lambda: to_replicas(plain, of_its_replica)),
     ):

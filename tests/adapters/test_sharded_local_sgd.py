@@ -207,9 +207,9 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
     for words, said in (
-        ("the model itself by LocalSGD, over the same processes", inside),
+        ("averaged twice over the same processes", inside),
         (
-            "the model is attached already: its gradients are averaged",
+            "the model is already attached: its gradients are averaged",
             error(attached, replicas=mesh["replicate"]),
         ),
         ('mesh["replicate"]', error(model)),
@@ -228,4 +228,4 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
 @in_each_process(4)
 def test_a_replicated_model_is_refused() -> None:
     model = replicated(language())
-    assert "pass the plain module instead" in error_of(lambda: LocalSGD(model, adamw(model), every_steps=2))
+    assert "pass the plain module, without" in error_of(lambda: LocalSGD(model, adamw(model), every_steps=2))

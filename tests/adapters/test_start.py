@@ -172,7 +172,7 @@ def test_low_rank_with_adam_is_told_once() -> None:
                 make_pass(model)
                 optimizer.step()
         expected = case == "adamw" and dist.get_rank() == 0
-        assert ["PowerSGD with AdamW costs loss" in line for line in lines] == [True] * expected, case
+        assert ["PowerSGD with AdamW" in line for line in lines] == [True] * expected, case
 
 
 @in_each_process(2)
@@ -197,5 +197,5 @@ def test_top_k_in_every_step_is_told() -> None:
         make_pass(model)
         attached(BITS)
     (line,) = lines
-    assert "TopK(density=0.015625) is meant for models that are averaged every few steps" in line
+    assert "TopK(density=0.015625) is for models that are averaged every few steps" in line
     assert sync.stats().compression_ratio > 10

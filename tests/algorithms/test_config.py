@@ -100,7 +100,7 @@ def test_settings_are_kept_as_pythons_own_types(
 @pytest.mark.parametrize(
     ("call", "spelling"),
     [
-        (lambda: PowerSGD(4), r"got 4 without one; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (lambda: PowerSGD(4), r"got 4 without a name; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (lambda: PowerSGD(nn.Linear(2, 2)), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[arg-type, call-arg]
         (lambda: PowerSGD(rank=4), r"no setting 'rank'; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (
@@ -109,7 +109,7 @@ def test_settings_are_kept_as_pythons_own_types(
         ),
         (lambda: PowerSGD(matrx_rank=4), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (lambda: BatchedPowerSGD(quux=True), "'quux'; it has matrix_rank, .*wire_dtype"),  # type: ignore[call-arg]
-        (lambda: Quantize(4), r"takes settings by name, got 4 without one; write Quantize\(bits=4\)"),  # type: ignore[call-arg]
+        (lambda: Quantize(4), r"takes settings by name, got 4 without a name; write Quantize\(bits=4\)"),  # type: ignore[call-arg]
         (lambda: TopK(ratio=0.1), "TopK has no setting 'ratio'; it has density, bits"),  # type: ignore[call-arg]
         (lambda: AllReduce(bits=16), "AllReduce has no setting 'bits'; it has none"),
         (lambda: AllReduce(4), r"AllReduce has no settings, got 4; write AllReduce\(\)"),
@@ -144,7 +144,7 @@ def test_bad_calls_of_attach() -> None:
             lambda: attach(PowerSGD(), ddp_model),
         ),
         ("no parameter of the model is trained", lambda: attach(frozen, PowerSGD())),
-        ("allows one only", lambda: attach(hooked, AllReduce())),
+        ("allows only one", lambda: attach(hooked, AllReduce())),
     ]
     for words, call in cases:
         with pytest.raises(thinwire.ThinwireError, match=words):
@@ -153,7 +153,7 @@ def test_bad_calls_of_attach() -> None:
     assert hooks == [0, 1, 0]  # nothing was changed
     assert hook_of(hooked) == ("allreduce_hook", True)
     attach(ddp_model, AllReduce())
-    with pytest.raises(AttachError, match="allows one only"):
+    with pytest.raises(AttachError, match="allows only one"):
         attach(ddp_model, AllReduce())
 
 

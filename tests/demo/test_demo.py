@@ -125,7 +125,9 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
         assert all(address.is_loopback for address in addresses)
         os.killpg(running.pid, signal.SIGINT)
         assert running.wait() == 130
-        stopped = "thinwire: stopped by SIGINT; every process has ended, the same command begins again\n"
+        stopped = (
+            "thinwire: stopped by SIGINT; every process has ended; run the same command to start again\n"
+        )
         assert running.stderr.read() == stopped
         assert not any(Path(f"/proc/{child}").exists() for child in children)
     assert read_run(record).points("loss")

@@ -204,7 +204,7 @@ def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
     with pytest.raises(StateError, match=r"differ in \['0.bias'"):
         adapter.load_state_dict(state)
     entered = LocalSGD(model, optimizer, every_steps=2, group=alone())
-    with entered, pytest.raises(StepError, match="before the context"):
+    with entered, pytest.raises(StepError, match="before you enter"):
         entered.load_state_dict(state)
     others = Run(3, KINDS["diloco"], states={0: {**state, "step": -1}}, steps=8)
     assert others.results == ["StateError", "done", "done"]
@@ -395,7 +395,7 @@ def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_s
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"every_steps": 4, "streaming": Streaming(fragments=2, delay_steps=2)},
-        r"delay_steps=2 does not go with every_steps=4 / fragments=2: .*; take delay_steps=1 or less",
+        r"delay_steps=2 can't be combined with every_steps=4 / fragments=2: .*; take delay_steps=1 or less",
     ),
     ({}, "every_steps or every_seconds"),
     ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),

@@ -102,7 +102,7 @@ def test_a_torchft_without_what_is_used_of_it_is_refused_before_the_run(job: Job
             super().shutdown(wait)
             ended.append(True)
 
-    told = r"need torchft 0\.2, got torchft 0.*, whose Manager has no _client, _quorum_future, _quorum_id;"
+    told = r"need torchft 0\.2, got torchft 0.*, whose Manager lacks _client, _quorum_future, _quorum_id;"
     with patch.object(torchft, "Manager", Manager), pytest.raises(MissingExtraError, match=told):
         TorchftGroup(job.address, hostname="127.0.0.1")
     assert ended
@@ -112,7 +112,7 @@ def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.Monke
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setenv(torchft_group.LAUNCHER, str(gone.pid))
-    with pytest.raises(CommunicationError, match=f"process {gone.pid}, which has started this member"):
+    with pytest.raises(CommunicationError, match=f"process {gone.pid}, which started this member"):
         TorchftGroup("http://127.0.0.1:1")
 
 

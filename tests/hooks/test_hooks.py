@@ -415,7 +415,9 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
         gradients_of(ddp_model, range(5, 6))
     state.abandon()
     state.sync.use(thinwire.AllReduce())
-    with pytest.raises(thinwire.ConfigError, match=r"_rank can't be set: sync.use\(\) has put AllReduce\(\)"):
+    with pytest.raises(
+        thinwire.ConfigError, match=r"_rank can't be set: sync.use\(\) has replaced PowerSGD by AllReduce\(\)"
+    ):
         state.matrix_approximation_rank = 2
 
 

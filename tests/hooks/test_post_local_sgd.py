@@ -85,7 +85,7 @@ def test_without_a_subgroup_local_steps_need_the_launchers_word() -> None:
     models = [with_state(state) for state in states]
     with patch("thinwire.hooks.post_local_sgd.logger.warning") as warned:
         train(models[0], new_optimizer(models[0]), range(3))
-        with pytest.raises(ConfigError, match=r"^local SGD starts.*pass subgroup="):
+        with pytest.raises(ConfigError, match=r"^local SGD can't start.*pass subgroup="):
             train(models[0], new_optimizer(models[0]), range(3, 4))
         with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
             train(models[1], new_optimizer(models[1]), range(5))

@@ -235,7 +235,7 @@ def test_register_ddp_comm_hook() -> None:
         register_ddp_comm_hook(model)
         register_ddp_comm_hook(model, state, hook, hooks.bf16_compress_wrapper)
         torch.autograd.backward(model(torch.ones(2, 64)).sum())
-        with pytest.raises(thinwire.AttachError, match="one only"):
+        with pytest.raises(thinwire.AttachError, match="only one"):
             register_ddp_comm_hook(model, None, hooks.allreduce_hook)
     assert power.stats().compression_ratio > 4
     assert machines.sync.algorithm == thinwire.Cast("bf16")
@@ -388,13 +388,16 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (with_hook(stock_power.powerSGD_hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper), "use torch's own"),
     (with_hook(hooks.allreduce_hook, ddp_comm_wrapper="fp16"), "'fp16'"),
     (with_hook("powersgd"), "'powersgd'"),
-    (with_hook(hooks.post_localSGD_hook, model_averaging_period=2), "with a PostLocalSGDState"),
+    (with_hook(hooks.post_localSGD_hook, model_averaging_period=2), "and a PostLocalSGDState"),
     (with_hook(hooks.post_localSGD_hook, NO_PERIOD), "model_averaging_period="),
-    (lambda: ThinwireStrategy(POWER, model_averaging_period=2), "would have no effect"),
-    (with_hook(hooks.allreduce_hook, algorithm=POWER), "not both"),
+    (lambda: ThinwireStrategy(POWER, model_averaging_period=2), "has an effect only"),
+    (with_hook(hooks.allreduce_hook, algorithm=POWER), "only one of them"),
     (lambda: ThinwireStrategy(thinwire.auto, on_nonfinite="zero"), "functools.partial"),
     (lambda: ThinwireStrategy(POWER, on_nonfinite="skip"), "on_nonfinite must be"),  # type: ignore[arg-type]
-    (with_hook(hooks.allreduce_hook, on_nonfinite="zero"), "no effect here; give it to the hook's state"),
+    (
+        with_hook(hooks.allreduce_hook, on_nonfinite="zero"),
+        "no effect here; pass such settings to the hook's state",
+    ),
     (lambda: ThinwireStrategy(matrix_rank=4), "DistributedDataParallel has.*matrix_rank"),
     (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
     (lambda: ThinwireStrategy("auto(budget=0.1)"), "auto has no setting 'budget'; it has .*budget_loss"),
@@ -452,5 +455,5 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
     straight, resumed = looked
     assert straight[:2] == resumed[:2] == (12, True)
     assert torch.equal(straight[2], resumed[2])
-    with pytest.raises(ConfigError, match="elastic must make a member"):
+    with pytest.raises(ConfigError, match="elastic must be a function"):
         ThinwireCallback(elastic=partial(thinwire.DiLoCo, every_steps=2))

@@ -108,8 +108,8 @@ def test_a_bucket_is_served_by_the_backend_of_its_largest_matrix_rank(
 @pytest.mark.parametrize(
     ("package", "found", "told"),
     [
-        ("", "", "Triton is not installed: PyTorch's kernels serve"),
-        ("triton", "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels serve"),
+        ("", "", "Triton is not installed: PyTorch's kernels are used"),
+        ("triton", "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels are used"),
         ("triton", "3.9.0", r"Triton 3.9.0 is installed but does not compile \(no compiler\): PyTorch's"),
         ("pytorch-triton", "3.7.0+git", r"Triton 3.7.0\+git is installed but does not compile"),
     ],
@@ -137,9 +137,11 @@ def test_where_triton_lacks_pytorch_serves_and_says_so_once(
 def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
     like = torch.empty(1, device="meta")
-    with pytest.warns(UserWarning, match=r"matrix ranks up to 32, this one is 33: PyTorch's kernels serve"):
+    with pytest.warns(
+        UserWarning, match=r"matrix ranks up to 32, this one is 33: PyTorch's kernels are used"
+    ):
         assert served_by_torch(like, 33)
-    with pytest.warns(UserWarning, match=r"do not take torch.float64: PyTorch's kernels serve"):
+    with pytest.warns(UserWarning, match=r"do not take torch.float64: PyTorch's kernels are used"):
         assert served_by_torch(like.double(), 4)
     # And is not told again.
     assert dispatch.code_kernels_for(like.double()) is dispatch.TORCH_TABLES.codes
@@ -161,7 +163,7 @@ def test_a_device_that_triton_does_not_reach_is_told(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    with pytest.warns(UserWarning, match=f"{told}: PyTorch's kernels serve"):
+    with pytest.warns(UserWarning, match=f"{told}: PyTorch's kernels are used"):
         assert not triton_limits.reaches(device)
     assert not triton_limits.reaches(device)  # and is not told again
     assert not triton_limits.reaches(torch.device("cpu"))

@@ -23,7 +23,7 @@ from training import batch_of, flat, new_model, new_optimizer, refused, train, t
 
 FULL_RANK = PowerSGD(matrix_rank=48, min_compression_ratio=0.01)
 NOT_FINITE = "parameters or buffers of rank {} are not finite"
-OTHERS = "the model's trainable parameters or buffers are others than when this LocalSGD was"
+OTHERS = "the model's trainable parameters or buffers have changed since this LocalSGD was"
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_a_compiled_model(member: Member) -> None:
         (
             (1,),
             AgreementError,
-            "entering LocalSGD: process 0 has no parameters that have changed since LocalSGD",
+            "entering LocalSGD: process 0 has no parameters that changed since LocalSGD",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from thinwire.algorithms import Quantize
 from thinwire.errors import StepError
 from training import batch_of, flat, new_model, new_optimizer, train
 
-WITHOUT_A_STEP = "parameters have changed since the last averaging without a step"
+WITHOUT_A_STEP = "parameters changed since the last averaging without a step"
 
 
 @in_each_member(2)

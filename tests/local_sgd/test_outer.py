@@ -31,7 +31,7 @@ def test_an_outer_rate_that_one_process_has_changed_is_refused(member: Member) -
         if member.rank == 1:
             local.outer.param_groups[0]["lr"] = 0.2
         before = local.state_dict()["last_average"]
-        with refused(StepError, "the outer optimizer of rank 1 is set otherwise"):
+        with refused(StepError, "rank 1 has other settings of the outer optimizer"):
             member.train(2)
         after = local.state_dict()["last_average"]
         assert all(torch.equal(before[name], after[name]) for name in before)

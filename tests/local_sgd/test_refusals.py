@@ -117,7 +117,7 @@ def fragments_joined_by_contributors(member: Member) -> None:
 
 
 AVERAGED_OUTSIDE = "StepError: average() was called outside"
-OUTER = "ConfigError: outer must be a thinwire.Nesterov or a function that makes"
+OUTER = "ConfigError: outer must be a thinwire.Nesterov or a function that returns"
 # What some do, or the settings that they give.
 MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "every_steps": ({"every_steps": 0}, "ConfigError: every_steps must be a whole number of at least 1"),
@@ -150,17 +150,17 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "outer is an optimizer": (lambda member: member.local(outer=member.optimizer), OUTER),
     "outer makes nothing": (
         lambda member: member.local(outer=lambda parameters: None).__enter__(),
-        "ConfigError: outer must make a torch.optim.Optimizer",
+        "ConfigError: outer must return a torch.optim.Optimizer",
     ),
     "outer of some": (
         lambda member: member.local(outer=lambda each: torch.optim.SGD(each[:1], lr=1.0)).__enter__(),
-        "ConfigError: outer must make an optimizer of all the tensors",
+        "ConfigError: outer must return an optimizer of all the tensors",
     ),
     "zero without DDP": (
         {"warmup": Warmup(on_nonfinite="zero")},
-        'ConfigError: on_nonfinite="zero" is about gradients that a DDP model averages',
+        'ConfigError: on_nonfinite="zero" is for gradients that a DDP model averages',
     ),
-    "entered twice": (entered_twice, "StepError: this LocalSGD has been entered before"),
+    "entered twice": (entered_twice, "StepError: this LocalSGD was already entered"),
     "average before": (lambda member: member.local().average(), AVERAGED_OUTSIDE),
     "average after": (averaged_outside, AVERAGED_OUTSIDE),
     "state before": (
@@ -173,7 +173,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
         lambda member: member.local().join_process_group,
         "AttachError: there is no process group to join",
     ),
-    "load inside": (loaded_inside, "StepError: load the state before the context is entered"),
+    "load inside": (loaded_inside, "StepError: load the state before you enter the context"),
     "other settings": (
         lambda member: member.local(every_steps=2 + member.rank).__enter__(),
         "AgreementError: entering LocalSGD: process 0 has every_steps 2, process 1 has every_steps 3",
@@ -182,12 +182,12 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     # Fragments and delays.
     "layers": (
         {"every_steps": 9, "streaming": Streaming(fragments=4)},
-        "ConfigError: fragments=4 is more than the layers that the model trains, 3 (0, 2, 4 …)",
+        "ConfigError: fragments=4 is more than the model's trained layers, 3 (0, 2, 4 …)",
     ),
     "steps": ({"streaming": Streaming(fragments=3)}, "ConfigError: fragments=3 is more than every_steps=2"),
     "delay": (
         {"streaming": Streaming(delay_steps=2)},
-        "ConfigError: delay_steps=2 does not go with every_steps=2 / fragments=1: an average must be there",
+        "ConfigError: delay_steps=2 can't be combined with every_steps=2 / fragments=1",
     ),
     "weight of 1": (
         lambda _: Streaming(delay_steps=1, local_weight=1),
@@ -221,7 +221,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "use in flight": (use_in_flight, "call average() first"),
     "fragments joined by contributors": (
         fragments_joined_by_contributors,
-        "ConfigError: with fragments or delay_steps, use",
+        "ConfigError: with fragments or delay_steps, join needs",
     ),
 }
 
@@ -294,9 +294,9 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "subgroup outside the group": (_outside_the_group, "of the subgroup are not in the process group"),
     "another group than DDP's": (
         lambda: make(DistributedDataParallel(new_model()), replicas=dist.new_group([0, 1])),
-        "ConfigError: replicas is not the group of the DDP model",
+        "ConfigError: replicas differs from the DDP model's group",
     ),
-    "DDP with a hook": (_attached_ddp, "AttachError: the DDP model has a communication hook already"),
+    "DDP with a hook": (_attached_ddp, "AttachError: the DDP model already has a communication hook"),
     "DDP with buffers": (_with_buffers, f"build it with {BUFFERS_OPTION}=False (LocalSGD averages them)"),
     "DDP looks for unused": (
         lambda: make(DistributedDataParallel(new_model(), find_unused_parameters=True)),
@@ -304,7 +304,7 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "attached inside": (_attached_inside, "AttachError: this Sequential is averaged twice"),
     "trained attached": (_trained_attached, "StepError: this Sequential is averaged twice"),
-    "aggregated inside": (_aggregated_inside, "train the plain module inside LocalSGD"),
+    "aggregated inside": (_aggregated_inside, "pass LocalSGD the plain module"),
     "joined with DDP": (_joined_ddp, "AttachError: a DDP model can't be joined through LocalSGD"),
     "raise with a subgroup": (
         lambda: make(
@@ -312,7 +312,7 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
             warmup=Warmup(on_nonfinite="raise"),
             subgroup=dist.group.WORLD,
         ),
-        'ConfigError: on_nonfinite="raise" does not go with a subgroup',
+        'ConfigError: on_nonfinite="raise" can\'t be combined with a subgroup',
     ),
 }
 
@@ -337,7 +337,7 @@ def test_a_local_sgd_whose_group_was_destroyed_is_in_nobodys_way() -> None:
             if is_inside:
                 entered = make(model)
                 entered.__enter__()
-                with pytest.raises(AttachError, match="and the model itself by LocalSGD"):
+                with pytest.raises(AttachError, match="and the model by LocalSGD"):
                     attach(DistributedDataParallel(model), PowerSGD())
             else:
                 for each in (model, new_model()):

@@ -111,11 +111,14 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "names": (lambda state: state | {"last_average": {"x": torch.ones(1)}}, "differ in ['0.bias'"),
     "kind": (lambda state: state | {"last_average": 3}, "the state can't be read"),
-    "shape": (replaced("0.bias", torch.ones(1)), "0.bias is torch.float32 of shape (1,), expected floating"),
+    "shape": (replaced("0.bias", torch.ones(1)), "0.bias has dtype torch.float32 and shape (1,), expected"),
     "sync": (lambda state: state | {"sync": {}}, "expected a state"),
-    "outer": (lambda state: state | {"outer": {}}, "pass outer="),
+    "outer": (lambda state: state | {"outer": {}}, "pass the same outer="),
     "not finite": (replaced("0.bias", torch.full((48,), torch.nan)), "0.bias is not finite"),
-    "8 bits": (replaced("0.bias", torch.zeros(48).to(torch.float8_e5m2)), "0.bias is torch.float8_e5m2"),
+    "8 bits": (
+        replaced("0.bias", torch.zeros(48).to(torch.float8_e5m2)),
+        "0.bias has dtype torch.float8_e5m2",
+    ),
 }
 
 
@@ -138,7 +141,10 @@ def buffer_of(value: object) -> Callable[[dict[str, Any]], object]:
 
 NO_STEP = "SGD can't make a step with the outer optimizer's state"
 OUTERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no groups": (lambda outer: outer.update(param_groups=[]), "the state is of a different outer optimizer"),
+    "no groups": (
+        lambda outer: outer.update(param_groups=[]),
+        "the state is from a different outer optimizer",
+    ),
     "no state": (lambda outer: outer.pop("state"), NO_STEP),
     "a list of states": (lambda outer: outer.update(state=[1]), NO_STEP),
     "a place that is text": (lambda outer: outer["state"].update({"0": {}}), NO_STEP),

@@ -266,7 +266,7 @@ def test_the_last_averages_can_be_looked_at(member: Member) -> None:
         own = flat(member.model)
         with local.averaged():
             assert member.agreed()
-            with refused(StepError, "a step came inside averaged()"):
+            with refused(StepError, "a step was called inside averaged()"):
                 member.train(6, 7)
             with torch.no_grad():
                 next(member.model.parameters()).zero_()
@@ -286,7 +286,7 @@ def test_another_number_of_fragments_goes_on_unless_some_are_in_flight(member: M
         local.average()
         at_rest = local.state_dict()
     other = member.local(streaming=Streaming(fragments=3), **settings)
-    with refused(StateError, "saved while one of 2 fragments was under way", "pass fragments=2"):
+    with refused(StateError, "saved during an averaging of one of 2 fragments", "pass fragments=2"):
         other.load_state_dict(in_flight)
     other.load_state_dict(at_rest)
     with other:
@@ -360,7 +360,7 @@ def test_a_model_that_changes_in_mid_round_is_refused(member: Member, case: str)
     change, names = CHANGES[case]
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
     with (
-        refused(StepError, "the model's trainable parameters or buffers are others", names),
+        refused(StepError, "the model's trainable parameters or buffers have changed", names),
         member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)),
     ):
         member.train(2)

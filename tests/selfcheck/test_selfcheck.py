@@ -123,5 +123,5 @@ def test_where_there_is_no_gpu_it_says_why_what_serves_instead_and_what_it_costs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     assert exit_code(monkeypatch, "check", "--device=cuda") == 2
-    instead = "the CPU serves, which takes many times as long: --device cpu measures it"
-    assert capsys.readouterr().err == f"thinwire: --device cuda finds no GPU: {OLD_DRIVER}; {instead}\n"
+    instead = "Thinwire then uses the CPU, which takes many times as long: measure it with --device cpu"
+    assert capsys.readouterr().err == f"thinwire: --device cuda found no GPU: {OLD_DRIVER}; {instead}\n"

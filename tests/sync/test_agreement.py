@@ -184,7 +184,7 @@ DIFFERENCES = {
         before=lambda rank, sync: sync.load_state_dict(saved(1 + rank) | {"step": 1}),
     ),
     "saved on one at the first step": Differs(
-        "process 0 has call state_dict(), process 1 has call a step under way. Make the same calls on every",
+        "calls differ: process 0 has call state_dict(), process 1 has call a step. Make the same calls",
         before=lambda rank, sync: rank or sync.state_dict(),
     ),
 }

@@ -159,5 +159,5 @@ def test_what_is_no_choice(given: object) -> None:
     words = f'^host_check must be "auto", True or False, got {re.escape(repr(given))}$'
     with pytest.raises(thinwire.ConfigError, match=words):
         Settings.of(host_check=given)  # type: ignore[arg-type]
-    with pytest.raises(thinwire.ConfigError, match="host_check=False does not go with find_unused"):
+    with pytest.raises(thinwire.ConfigError, match="host_check=False can't be combined with find_unused"):
         Settings(may_be_unused=True, host_check=False)

@@ -210,19 +210,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no function": (lambda: (yield Commit(torch.tensor(True))), "Commit takes a function, got Tensor"),  # type: ignore[arg-type]
     "gate in a tuple": (
         lambda: asks((Mean(torch.zeros(1)), healthy())),
-        r"asked for Commit\(.*expected Mean",
+        r"requested Commit\(.*expected Mean",
     ),
     "too few results": (
         lambda: asks(Jointly(lambda items: items[1:], [1, 2])),
         "one for each of its 2 items",
     ),
-    "no commit": (lambda: asks(AllGather(torch.zeros(0))), "has ended without Commit"),
+    "no commit": (lambda: asks(AllGather(torch.zeros(0))), "ended without Commit"),
     "a bool": (lambda: asks(Commit(lambda: True)), "returned bool, expected a tensor of one"),  # type: ignore[arg-type, return-value]
     "two bools": (lambda: asks(Commit(lambda: torch.tensor([True, False]))), "expected a tensor of one bool"),
     "a number": (lambda: asks(Commit(lambda: torch.tensor(1.0))), "expected a tensor of one bool"),
     "behind the gate": (
         lambda: (request for request in (healthy(), Mean(torch.zeros(1)))),
-        "behind its Commit",
+        "after its Commit",
     ),
 }
 

@@ -151,7 +151,7 @@ BAD: dict[str, tuple[Change, str]] = {
         meant(parameters=OTHER, error=(), factor=()),
         "not train enc.weight, and the state has no",
     ),
-    "a parameter more": (put("parameters", "new.bias", (3,)), "this one does not train new.bias;"),
+    "a parameter more": (put("parameters", "new.bias", (3,)), "this model does not train new.bias;"),
     "a parameter less": (without_scale, "different model: the state has no scale;.*strict=False"),
     "parameters that are no pairs": (meant(parameters=["a"]), "can't be read"),
     "parameters without shapes": (put("parameters", "scale", 3), "can't be read.*not iterable"),
@@ -209,7 +209,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
     assert_same_state(simulation.state_dicts()[0], state)
 
 
-@pytest.mark.filterwarnings("ignore:.*of a different matrix rank")
+@pytest.mark.filterwarnings("ignore:.*a different matrix rank")
 def test_any_damage_is_refused_in_words_or_loads(state: dict[str, Any]) -> None:
     simulation, draw, refused = loaded(state, num_workers=1), random.Random(0), 0
     for _ in range(100):

@@ -84,14 +84,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "process": (lambda: fail_at(-1, 0, "kill"), "process.*-1"),
     "step": (lambda: fail_at(0, 1.5, "kill"), "step.*1.5"),  # type: ignore[arg-type]
     "kind": (lambda: fail_at(0, 0, "explode"), "kind must be one of non-finite, kill, stall.*'explode'"),  # type: ignore[arg-type]
-    "slow without seconds": (lambda: fail_at(0, 0, "slow"), "seconds are for 'slow'.*got None"),
+    "slow without seconds": (lambda: fail_at(0, 0, "slow"), "'slow' needs seconds.*got None"),
     "kill with seconds": (lambda: fail_at(0, 0, "kill", seconds=1), "got 1 for 'kill'"),
     "seconds": (lambda: fail_at(0, 0, "slow", seconds=-1), "seconds.*-1"),
     "restart": (lambda: fail_at(0, 0, "kill", restart=-1), "restart.*-1"),
     "too many": (lambda: random_faults(0, num_faults=9, processes=1, steps=8), "at most steps, 8, got 9"),
     "no processes": (lambda: random_faults(0, num_faults=1, processes=0, steps=8), "processes.*at least 1"),
     "no kinds": (lambda: random_faults(0, num_faults=1, processes=1, steps=8, kinds=[]), "at least one of"),
-    "nobody": (lambda: open_with([fail_at(1, 0, "raise")]), "there are 1 processes, and none of rank 1"),
+    "nobody": (lambda: open_with([fail_at(1, 0, "raise")]), "process must be below 1, .*got 1"),
     "no fault": (lambda: open_with(["kill"]), "fail_at.*'kill'"),
     "a killed simulation": (lambda: open_with([fail_at(0, 0, "kill")]), "share one process: 'kill'"),
     "a stalled simulation": (lambda: open_with([fail_at(0, 0, "stall")]), "share one process: 'stall'"),

@@ -216,12 +216,12 @@ def test_a_damaged_file_is_read_up_to_the_damage(
     path.write_text(re.sub(old, new, text))
     run = read_run(path)
     assert run.damage is not None
-    assert run.damage.startswith(f"line {lines + 1} ends the reading: ")
+    assert run.damage.startswith(f"reading stopped at line {lines + 1}: ")
     assert told in run.damage
     assert 1 + len(run.plans) + len(run.steps) == lines
 
 
-NO_RUN = r"is no file of a thinwire.Watch \(its first line: .*\); give a different path"
+NO_RUN = r"was not written by thinwire.Watch \(its first line: .*\); pass a different path"
 OTHER = b'{"kind": "run", "step": 0, "format": 3, "process_rank": 0}\n'
 
 
@@ -233,8 +233,8 @@ OTHER = b'{"kind": "run", "step": 0, "format": 3, "process_rank": 0}\n'
         (b"loss,step\n1,2\n", NO_RUN),
         (b"\xff\xfe\x00", NO_RUN),
         (b'{"kind": "log", "step": 0, "seconds": 1.0}\n', NO_RUN),
-        (OTHER, "has format 3, this Thinwire has format 4; give"),
-        (OTHER.replace(b"3", b"5"), "has format 5, this Thinwire has format 4; give"),
+        (OTHER, "has format 3, but this Thinwire release has format 4; pass"),
+        (OTHER.replace(b"3", b"5"), "has format 5, but this Thinwire release has format 4; pass"),
     ],
 )
 def test_what_is_no_record_is_refused_and_not_continued(content: bytes | None, told: str, path: Path) -> None:
@@ -254,10 +254,10 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: Watch(torch.nn.Linear(2, 2), path), r"needs what attach\(\) returned"),  # type: ignore[arg-type]
         (lambda: Watch(sync, path, every_steps=0), "every_steps must be"),
-        (lambda: Watch(sync, print), r"make a thinwire.watch.MetricsWriter"),  # type: ignore[arg-type]
+        (lambda: Watch(sync, print), r"in a thinwire.watch.MetricsWriter"),  # type: ignore[arg-type]
         (lambda: Watch(sync, tmp_path / "no" / "run.jsonl"), "there is no folder .*no; make it first"),
         (lambda: MetricsWriter(3), "log must be a function"),  # type: ignore[arg-type]
-        (lambda: kept.log(loss=torch.ones(1)), r"give value.item\(\)"),
+        (lambda: kept.log(loss=torch.ones(1)), r"pass value.item\(\)"),
         (lambda: kept.log(loss=1.0, step=3), "log can't take step="),
     ]
     for call, message in calls:
@@ -281,7 +281,7 @@ def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCa
     with Watch(simulated.syncs[0], full) as watch, caplog.at_level(logging.WARNING, "thinwire"):
         train(simulated, range(4))
         watch.log(loss=1.0)
-    assert f"step 2: watching ends, training goes on: {failure!r}" in caplog.text
+    assert f"step 2: watching ends, training continues: {failure!r}" in caplog.text
     assert [kind for kind, _, _ in full.records] == ["run", "plan", "step"]
     assert simulated.syncs[0].steps == 4
 
@@ -347,7 +347,7 @@ def test_error_that_grows_without_bound_is_told_and_error_that_is_paid_is_not(
     train_one_matrix(1, 1)
     (record,) = caplog.records
     assert record.getMessage().startswith("step 128:")
-    assert "it goes on growing" in record.getMessage()
+    assert "it keeps growing" in record.getMessage()
 
 
 @in_each_process(2)

@@ -117,19 +117,25 @@ def attach(
     )
     if getattr(algorithm, "sends_few_entries", False):
         logger.warning(
-            "%s is meant for models that are averaged every few steps: pass it to LocalSGD or DiLoCo. For "
-            "the gradients of every step Quantize(bits=4) loses less",
+            "%s is for models that are averaged every few steps: pass it to LocalSGD or DiLoCo. For "
+            "gradients that are averaged in every step, Quantize(bits=4) loses less",
             algorithm,
         )
     plain = uncompiled(model)
     if is_fsdp2(plain):
         if not isinstance(machines, bool):
-            raise ConfigError("machines is for DDP models; leave it out: the mesh says what a replica is")
+            raise ConfigError(
+                "machines is for DDP models, and this model is sharded; leave it out: the mesh defines the "
+                "replicas"
+            )
         # DTensor takes seconds to import; a sharded model has imported it already.
         attach_sharded = import_module("thinwire.adapters.sharded.fsdp").attach_sharded
         sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
         return sync
     if replicas is not None and ddp_inside(model) is not None:
-        raise ConfigError("replicas is for sharded models; leave it out: DDP was given a process_group")
+        raise ConfigError(
+            "replicas is for sharded models, and this is a DDP model; leave it out: DDP's process_group "
+            "defines the replicas"
+        )
     # `attach_ddp` rejects every other type and names the accepted ones.
     return attach_ddp(model, algorithm, settings, machines)

@@ -82,8 +82,8 @@ def refuse_weight_of_contributors(engine: Engine) -> None:
     """Raise if gradients would be scaled both by a weight and by the contributors."""
     if engine.settings.weight is not None:
         raise ConfigError(
-            "divide_by_initial_world_size=False does not go with weight; leave it True, and let the weight "
-            "be 0 on a process that has run out of batches"
+            "divide_by_initial_world_size=False can't be combined with weight; leave it True, and return "
+            "weight 0 on a process that has run out of batches"
         )
 
 
@@ -130,8 +130,8 @@ def refuse_averaged_twice(
         mine, theirs = _members_of(transport), _members_of(other)
         if theirs and theirs <= mine and any(id(parameter) in ids for parameter in module.parameters()):
             raise error(
-                f"this {type(module).__name__} is averaged twice: its gradients in every step, and the model "
-                "itself by LocalSGD, over the same processes; train the plain module inside LocalSGD"
+                f"this {type(module).__name__} is averaged twice over the same processes: its gradients in "
+                "every step, and the model by LocalSGD; pass LocalSGD the plain module"
             )
 
 
@@ -167,8 +167,8 @@ def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not all(map(stepped.isdisjoint, _averaged_in_backward.values())):
         raise StepError(
-            f"{type(optimizer).__name__}.step() was called inside of the backward pass, before gradients "
-            "were averaged; step after backward(), and restart all processes from a checkpoint"
+            f"{type(optimizer).__name__}.step() was called inside the backward pass, before gradients were "
+            "averaged; step after backward(), and restart all processes from a checkpoint"
         )
 
 
@@ -179,7 +179,7 @@ _look_at_steps = cache(partial(register_optimizer_step_pre_hook, _refuse_step_in
 # Messages at the start: how much is sent, and what would go wrong silently.
 
 ALONE = (
-    "nothing is averaged: this is one process, in a group of its own. If others train with it, start all as "
+    "nothing is averaged: this process is alone in its group. If others train with it, start all of them as "
     "one job, on each machine: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
     "HOST:29500 train.py; accelerate launch takes --num_machines, --num_processes, --machine_rank and "
     "--main_process_ip"
@@ -230,8 +230,9 @@ def _misfits(engine: Engine, owned: set[int]) -> Iterator[str]:
     scalers = [candidate for candidate in objects if isinstance(candidate, GradScaler)]
     if engine.settings.loss_scale is None and any(map(scales_now, scalers)):
         yield (
-            f"a GradScaler scales a loss, and {engine.algorithm} was not given it: what it remembers is "
-            "wrong after each change of the scale; pass grad_scaler=scaler, unless it is another model's"
+            f"a GradScaler scales a loss, but {engine.algorithm} has no grad_scaler, so its residual "
+            "is wrong after each change of the scale; pass grad_scaler=scaler, unless the scaler is another "
+            "model's"
         )
     if not isinstance(engine.algorithm, PowerSGD | BatchedPowerSGD):
         return
@@ -240,8 +241,8 @@ def _misfits(engine: Engine, owned: set[int]) -> Iterator[str]:
         trains = any(id(parameter) in owned for group in groups for parameter in group["params"])
         if trains and any("Adam" in kind.__name__ for kind in type(candidate).__mro__):
             yield (
-                f"{type(engine.algorithm).__name__} with {type(candidate).__name__} costs loss (3.6 % after "
-                "300 steps of a small GPT); Quantize(bits=4) costs none that we could measure, see "
+                f"{type(engine.algorithm).__name__} with {type(candidate).__name__} raises the loss (by 3.6 "
+                "% after 300 steps of a small GPT); with Quantize(bits=4) we could measure no loss, see "
                 "docs/optimizers.md"
             )
             return

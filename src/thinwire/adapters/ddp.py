@@ -264,9 +264,9 @@ class DDPAdapter:
             if not self._waiting:  # the alarm has given up
                 self.engine.abandon()
                 raise StepError(
-                    f"DDP ended a step after {num_started} parameters without handing over the others, so "
-                    "nothing was averaged; build the model without the option that leaves buckets out, and "
-                    "restart from a checkpoint"
+                    f"DDP ended a step after {num_started} parameters without passing the others to its "
+                    "hook, so nothing was averaged; build the model without the option that skips buckets, "
+                    "and restart from a checkpoint"
                 )
 
         # Queued now, it runs after DDP's own end of the step, which waits for the futures.
@@ -326,7 +326,7 @@ class DDPBuckets:
         for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
             if self.are_all_known:
                 words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
-                raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
+                raise ConfigError(f"{words}, which the model did not have in its first step; {ONE_EACH}")
             self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
         self._inside.update(map(id, parameters))
         self.outside = [known for known_id, known in self._names.items() if known_id not in self._inside]
@@ -401,9 +401,9 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
         words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"
         raise GradientError(f"{words}; build its Embedding with sparse=False")
     if flat.is_complex():
-        words = f"DDP of torch {torch.__version__} hands over {flat.dtype} gradients"
-        remedy = "use that, or keep such parameters as real ones (torch.view_as_real)"
-        raise GradientError(f"{words}, torch 2.13 pairs of real numbers; {remedy}")
+        words = f"DDP of torch {torch.__version__} passes {flat.dtype} gradients to its hook"
+        remedy = "upgrade torch, or keep such parameters as real tensors (torch.view_as_real)"
+        raise GradientError(f"{words}, torch 2.13 passes pairs of real numbers; {remedy}")
     return flat
 
 

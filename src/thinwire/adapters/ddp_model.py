@@ -27,8 +27,8 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 FSDP2, FSDP1 = "FSDPModule", "FullyShardedDataParallel"
 
 PYTHON_REDUCER = (
-    'under torch._dynamo.config.optimize_ddp="python_reducer" DDP has no buckets for a communication hook; '
-    "set it to True or False before the DDP model is built"
+    'with torch._dynamo.config.optimize_ddp="python_reducer" DDP has no buckets for a communication hook; '
+    "set it to True or False before you build the DDP model"
 )
 
 # DDP's reducer's names of parameter dtypes.
@@ -139,14 +139,14 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
     kind = type(model).__name__
     if len(ddp_models) > 1:
         raise AttachError(
-            f"the {kind} holds {len(ddp_models)} DDP models, expected one; give them one by one"
+            f"the {kind} contains {len(ddp_models)} DDP models, expected one; pass them one by one"
         )
     inside = {id(parameter) for module in ddp_models for parameter in module.parameters()}
     outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
     if ddp_models and outside:
         raise AttachError(
-            f"{plain_name(outside[0])} of the {kind} is trained outside of the DDP model inside, and only "
-            "that would be averaged; wrap all of it in DistributedDataParallel, or give the DDP model"
+            f"{plain_name(outside[0])} of the {kind} is trained but is not in its DDP model, so it would "
+            "not be averaged; wrap the whole model in DistributedDataParallel, or pass the DDP model"
         )
     return ddp_models[0] if ddp_models else None
 
@@ -189,8 +189,8 @@ WAYS_IN = {
     ("transformers", "Trainer"): "call thinwire.integrations.transformers.attach(trainer, algorithm)",
     ("lightning", "Trainer"): LIGHTNING,
     ("lightning", "LightningModule"): LIGHTNING,
-    ("lightning", "Fabric"): "give the model that fabric.setup(…) returns",
-    ("accelerate", "Accelerator"): "give the model that accelerator.prepare(…) returns",
+    ("lightning", "Fabric"): "pass the model that fabric.setup(…) returns",
+    ("accelerate", "Accelerator"): "pass the model that accelerator.prepare(…) returns",
 }
 
 
@@ -208,7 +208,7 @@ def wrong_model(model: object) -> str:
     if way := way_in(model):
         return f"expected a DistributedDataParallel model, got {type(model).__name__}; {way}"
     if not isinstance(model, torch.nn.Module):
-        return f"expected a DistributedDataParallel model, got {shown(model)}; give the model"
+        return f"expected a DistributedDataParallel model, got {shown(model)}; pass the model"
     remedy = 'shard the plain module with fully_shard, and attach(…, replicas=mesh["replicate"])'
     ddp = "torch.nn.parallel.DistributedDataParallel"
     first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
@@ -216,7 +216,7 @@ def wrong_model(model: object) -> str:
     if is_sharded(model):
         rest = f", sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2): {remedy}"
     elif isinstance(model, torch.nn.DataParallel):
-        start = "start one for each (torchrun --nproc-per-node …)"
+        start = "start one process per device (torchrun --nproc-per-node …)"
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
     elif any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         rest = f" with DTensors (tensor or expert parallelism); {remedy}, {DIVIDED}"
@@ -229,13 +229,15 @@ def check_attachable(model: DistributedDataParallel) -> None:
     if not num_trained(ddp_parameters(model)):
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
     if model.mixed_precision is not None:
-        words = "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself"
-        raise AttachError(f"{words}; leave it out and use torch.autocast, or a wire_dtype of the algorithm")
+        words = "DistributedDataParallel(mixed_precision=…) uses the communication hook itself"
+        raise AttachError(
+            f"{words}; build it without mixed_precision, and use torch.autocast or the algorithm's wire_dtype"
+        )
     built_with = ddp_logging_data(model).get("dtypes", "").split(", ")
     trained = {parameter.dtype for parameter in ddp_parameters(model) if parameter.requires_grad}
     if all(REDUCERS_NAMES.get(dtype, built_with[0]) not in built_with for dtype in trained):
         raise AttachError(
-            "the model was converted after DDP was built, which sees no gradient of it any more; convert the "
+            "the model was converted after DDP was built, so DDP no longer sees its gradients; convert the "
             "module first, then build the DDP model"
         )
     for name, module in model.module.named_modules():
@@ -254,12 +256,12 @@ def check_options(model: DistributedDataParallel) -> None:
         raise AttachError(PYTHON_REDUCER)
     # For these, DDP registers its own hook in the first forward pass.
     if any(map(torch_private.has_optimizer_in_backward, model.parameters())):
-        words = "for _apply_optimizer_in_backward DDP needs its one communication hook itself"
-        raise AttachError(f"{words}; step an optimizer after backward()")
+        words = "DDP uses its one communication hook itself for _apply_optimizer_in_backward"
+        raise AttachError(f"{words}; step an optimizer after backward() instead")
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise AttachError(
-            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that no process "
-            "used, so a step would never be complete; build the DDP model without it"
+            "with skip_all_reduce_unused_params=True DDP skips the hook for buckets that no process used, "
+            "so a step would never complete; build the DDP model without it"
         )
 
 
@@ -277,8 +279,8 @@ def register(holder: object, state: object, hook: Callable[..., Any]) -> None:
     except RuntimeError as error:
         torch_private.forget_refused_hook(model, before)
         raise AttachError(
-            "the model has a communication hook already, and DDP allows one only; if it is Thinwire's, call "
-            "sync.use(…) or sync.detach(). A copy takes one until its first forward pass"
+            "the model already has a communication hook, and DDP allows only one; if it is Thinwire's, call "
+            "sync.use(…) or sync.detach(). A copy can be attached before its first forward pass"
         ) from error
     if hook_of(model)[1]:
         guard(model)
@@ -355,8 +357,8 @@ class _Guard:
         for parameter, node in self._nodes:
             if parameter.requires_grad and accumulator_of(parameter) is not node:
                 raise StepError(
-                    "the model was converted (to another type or device) after DDP was built, which sees no "
-                    "gradient of it any more; convert first, then build a new DDP model and attach it"
+                    "the model was converted (to another type or device) after DDP was built, so DDP no "
+                    "longer sees its gradients; convert first, then build a new DDP model and attach it"
                 )
 
     def _look_again(self, model: DistributedDataParallel) -> None:
@@ -365,7 +367,7 @@ class _Guard:
             if _is_one_of(module, FSDP2):
                 where = plain_name(name.removeprefix("module").removeprefix(".")) or "the whole model"
                 raise StepError(
-                    f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so "
+                    f"fully_shard was applied to parts of the DDP model ({where}) after it was attached, so "
                     "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
                 )
         for parameter, name in names_in(model).items():
@@ -377,16 +379,16 @@ class _Guard:
 
 def _refuse_to_train_copy(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
     raise AttachError(
-        "this DDP model is a copy, without the communication hook, and would train uncompressed; copy "
-        "the original again, and attach(copied_model, …) before its first step"
+        "this DDP model is a copy without the communication hook, so it would train uncompressed; copy the "
+        "original again, and call attach(copied_model, …) before the copy's first step"
     )
 
 
 def unaveraged(name: str) -> StepError:
     """Return the error for a parameter that is trained but not averaged."""
     return StepError(
-        f"{name} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
-        "when the DDP model was built; unfreeze or add it first, then build a new DDP model"
+        f"{name} is trained, but DDP does not average its gradient: it was frozen or missing when the DDP "
+        "model was built; unfreeze or add it first, then build a new DDP model"
     )
 
 
@@ -394,7 +396,7 @@ def not_pickled() -> StateError:
     """Return the error for pickling a whole DDP model."""
     return StateError(
         "a DDP model whose gradients Thinwire averages can't be pickled whole; save "
-        "model.module.state_dict(), and the state_dict() of what attach returned, or of the LocalSGD"
+        "model.module.state_dict(), and the state_dict() of attach's result or of the LocalSGD"
     )
 
 

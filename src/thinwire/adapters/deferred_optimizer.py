@@ -32,11 +32,12 @@ class DeferredOptimizer:
         def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
             kind = type(optimizer).__name__
             if closure is not None:
-                raise StepError(f"{kind}.step(closure) can't wait; call backward(), then step()")
+                raise StepError(f"{kind}.step(closure) can't be deferred; call backward(), then step()")
             # A scaler makes a fused optimizer unscale during the call.
             if getattr(optimizer, "grad_scale", None) is not None:
                 raise StepError(
-                    f"a GradScaler steps {kind}, which can't wait; leave it out, or use thinwire.attach"
+                    f"a GradScaler steps {kind}, and such a step can't be deferred; train without "
+                    "GradScaler, or use thinwire.attach"
                 )
             note_step(optimizer)
             if send() and not self.is_deferred:
@@ -49,8 +50,8 @@ class DeferredOptimizer:
         """Raise if this optimizer's `step()` was not called yet."""
         if not self.is_deferred:
             raise StepError(
-                f"a parameter was read before {type(self.optimizer).__name__}.step() was called, and after "
-                "that of another optimizer; call one right after the other"
+                "a parameter was read after another optimizer's step, but before "
+                f"{type(self.optimizer).__name__}.step(); step all optimizers one right after the other"
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:

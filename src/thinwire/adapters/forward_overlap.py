@@ -130,14 +130,14 @@ def check_algorithm(algorithm: object) -> None:
     """Refuse algorithms that keep state: they commit all buckets of a step together."""
     if not isinstance(algorithm, Quantize) or algorithm.remembers:
         raise ConfigError(
-            f"overlap_forward takes Quantize that remembers nothing, got {algorithm}; use thinwire.attach"
+            f"overlap_forward takes only Quantize without a residual, got {algorithm}; use thinwire.attach"
         )
 
 
 def _check(model: nn.Module, ddp_model: DistributedDataParallel, clip_norm: float | None) -> None:
     """Refuse a model or setting that can't be stepped layer by layer."""
     if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm must be above 0, got {clip_norm!r}; leave it out to clip nothing")
+        raise ConfigError(f"clip_norm must be above 0, got {clip_norm!r}; leave it out for no clipping")
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(ddp_model, option):
             raise ConfigError(
@@ -146,7 +146,7 @@ def _check(model: nn.Module, ddp_model: DistributedDataParallel, clip_norm: floa
     modules = (model, *ddp_model.modules())
     if any(is_compiled(module) or isinstance(module, torch.jit.ScriptModule) for module in modules):
         raise AttachError(
-            "the model is compiled, so reads of its parameters do not show; use thinwire.attach"
+            "the model is compiled, so overlap_forward can't see reads of its parameters; use thinwire.attach"
         )
 
 
@@ -157,24 +157,25 @@ def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
             raise AttachError(
-                f"{kind.__name__} may step parameters together, and here each waits for its own; take one of "
-                "torch.optim but LBFGS, or use thinwire.attach"
+                f"{kind.__name__} may step parameters together, but overlap_forward steps them one by one; "
+                "use an optimizer of torch.optim other than LBFGS, or use thinwire.attach"
             )
         if has_step_hooks(optimizer):
             raise AttachError(
-                f"{kind.__name__} has hooks of its steps, and takes several for one here; remove them"
+                f"{kind.__name__} has step hooks, and overlap_forward splits each step into several; remove "
+                "the hooks"
             )
         for group in optimizer.param_groups:
             stepped |= {id(tensor) for tensor in group["params"] if tensor.requires_grad}
     trained = {id(tensor): name for name, tensor in model.named_parameters() if tensor.requires_grad}
     for missing in trained.keys() - stepped:
         raise AttachError(
-            f"{trained[missing]} of the model is in no optimizer; give all that step parts of it"
+            f"{trained[missing]} of the model is in no optimizer; pass all optimizers of the model"
         )
     if stepped - trained.keys():
         raise AttachError(
             f"the optimizer has {len(stepped - trained.keys())} parameters that the model does not train; "
-            "give it those of the DDP model only"
+            "build it with the parameters of the DDP model only"
         )
 
 
@@ -239,13 +240,13 @@ class ForwardAdapter:
         flat = dense_buffer(bucket)
         if self._pending:
             raise StepError(
-                f"{self._names[next(iter(self._pending))]} was used and not read through its module, so the "
-                "loss is of the parameters before the last step; call flush() before such a forward pass"
+                f"{self._names[next(iter(self._pending))]} was used without being read through its module, "
+                "so the loss was computed before its last step; call flush() before such a forward pass"
             )
         if backward_pass() == -1 or next(iter(bucket.parameters())) in contributor_scales:
             raise StepError(
-                "overlap_forward was used inside of join, where processes without input take no optimizer "
-                "step; use thinwire.attach for uneven batches"
+                "overlap_forward was used inside join, where processes without input take no optimizer "
+                "step; use thinwire.attach for uneven inputs"
             )
         if self._open is not None and self._left_by_backward:
             # No step followed the last backward pass: its gradients were accumulated into these, or dropped.
@@ -285,19 +286,17 @@ class ForwardAdapter:
         if self._open is None:
             if any(parameter.grad is not None for parameter in self._parameters()):
                 raise StepError(
-                    "there are gradients, and none were averaged: all passes were in no_sync(), or of the "
-                    "module inside of the DDP model; call the DDP model, the last time outside of no_sync()"
+                    "there are gradients, but none were averaged: all passes were in no_sync(), or called "
+                    "the module inside the DDP model; call the DDP model, the last time outside no_sync()"
                 )
             return bool(self._pending)  # sent by another optimizer's step(); otherwise nothing to step
         if not self._left_by_backward:
-            raise StepError(
-                "optimizer.step() was called inside of the backward pass; call it after backward()"
-            )
+            raise StepError("optimizer.step() was called inside the backward pass; call it after backward()")
         if self._are_changed():
             self.forget()
             raise StepError(
-                "gradients were changed between backward() and step(), where they are not means yet; "
-                "leave out GradScaler, clip with clip_norm=…, or use thinwire.attach"
+                "gradients were changed between backward() and step(), before they were averaged; train "
+                "without GradScaler, clip with clip_norm=…, or use thinwire.attach"
             )
         step, buckets = self._open, self._started
         for outside, name in self._buckets.outside:
@@ -352,13 +351,13 @@ class ForwardAdapter:
         bucket = self._pending[parameter]
         if self._is_stepping:
             raise StepError(
-                "a hook of an optimizer's step has read parameters that wait for theirs; remove it"
+                "an optimizer's step hook read parameters whose step is still pending; remove the hook"
             )
         # After a failure, every later read must raise too: the mean may have arrived in part.
         if self._failure is not None:
             raise StepError(
-                "the last step's means did not come to all parameters; call abandon(), and load a "
-                "checkpoint, on all processes"
+                "the last step's means did not reach all parameters; call abandon() and load a checkpoint, "
+                "on all processes"
             ) from self._failure
         for deferred in self._optimizers:
             deferred.check_called()

@@ -74,7 +74,7 @@ def join(
     modules = module.modules() if isinstance(module, torch.nn.Module) else ()
     if shadows and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in modules):
         raise ConfigError(
-            "the model has SyncBatchNorm, whose collectives a process without input can't take part in; use "
+            "the model has SyncBatchNorm, whose collectives need every process, even without input; use "
             "join(…, throw_on_early_termination=True) or BatchNorm"
         )
     options = (enable, throw_on_early_termination)
@@ -120,8 +120,8 @@ def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if isinstance(optimizer, Joinable):
         name = type(optimizer).__name__
         raise ConfigError(
-            f"{name}.step() sends parameters, and in thinwire.join no process without input takes part in "
-            "that; use torch's Join([ddp_model, optimizer])"
+            f"{name}.step() sends parameters, but in thinwire.join processes without input make no step; "
+            "use torch's Join([ddp_model, optimizer])"
         )
 
 
@@ -161,7 +161,8 @@ def _joinable(joined: object) -> Joinable:
         models = ddp_models_with(lambda state: isinstance(state, Switch) and state.engine is engine)
         if not models:
             raise AttachError(
-                "this GradientSync is not attached to a DDP model; pass the object that owns it"
+                "this GradientSync is not attached to a DDP model, so it can't be joined; pass the object "
+                "that owns it"
             )
         return models[0]
     joinable = joined if isinstance(joined, Joinable) else ddp_inside(joined)
@@ -176,8 +177,8 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
     name, is_ours = hook_of(model)
     if name and not is_ours:
         raise ConfigError(
-            f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
-            "divides by the members of the group; leave it True, or register one of thinwire.hooks"
+            f"divide_by_initial_world_size=False has no effect on the model's communication hook {name}, "
+            "which divides by the group's size; leave it True, or register one of thinwire.hooks"
         )
     for _, state in comm_hooks(model):
         if isinstance(state, Switch) and state.engine is not None:

@@ -68,8 +68,8 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
     if unlike:
         ranks = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
         raise AgreementError(
-            f"the parameters of {len(unlike)} of {transport.size} processes (ranks {ranks}) are not those of "
-            "process 0, expected the same bits; load the last checkpoint on all of them"
+            f"parameters of {len(unlike)} of {transport.size} processes (ranks {ranks}) differ from process "
+            "0's, expected equal bits; load the last checkpoint on all of them"
         )
 
 

@@ -124,15 +124,15 @@ class GradientListAdapter(Joinable):
     def _check(self, gradients: Gradients) -> None:
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise StepError(
-                "this was made for this process alone, before torch.distributed.init_process_group(); "
-                "make it afterwards, on every process"
+                "this was created for this process alone, before torch.distributed.init_process_group(); "
+                "create it afterwards, on every process"
             )
         if len(gradients) != (count := len(self.parameters)):
-            raise ConfigError(f"expected {count} gradients, one for each parameter, got {len(gradients)}")
+            raise ConfigError(f"expected {count} gradients, one per parameter, got {len(gradients)}")
         for index, (gradient, parameter) in enumerate(zip(gradients, self.parameters, strict=True)):
             if gradient is not None and gradient.shape != parameter.shape:
                 words = f"has shape {tuple(gradient.shape)}, its parameter {tuple(parameter.shape)}"
-                raise ConfigError(f"gradient {index} {words}; give them in the order of the parameters")
+                raise ConfigError(f"gradient {index} {words}; pass gradients in the order of the parameters")
             if gradient is not None and gradient.is_sparse:
                 words = "is sparse and can't be averaged; build the embedding with sparse=False"
                 raise GradientError(f"gradient {index} {words}")
@@ -172,7 +172,7 @@ class GradientListAdapter(Joinable):
         if self._group is None:
             raise AttachError(
                 "there is no process group to join: this averages over this process alone; call "
-                "torch.distributed.init_process_group() before it is made"
+                "torch.distributed.init_process_group() before you create it"
             )
         return self._group
 
@@ -186,5 +186,5 @@ def _checked(parameters: object) -> list[torch.Tensor]:
         got = f"a {type(wrong[0]).__name__} among them; pass model.parameters()" if wrong else "none"
         raise ConfigError(f"expected the model's parameters, got {got}")
     if len(set(map(id, tensors))) < len(tensors):
-        raise ConfigError("a parameter is given more than once; pass model.parameters()")
+        raise ConfigError("a parameter is passed more than once; pass model.parameters()")
     return tensors

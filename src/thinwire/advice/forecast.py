@@ -125,7 +125,9 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     device, *others = {parameter.device for parameter in module.parameters()}
     if others:
         devices = " and ".join(sorted(map(str, (device, *others))))
-        raise ConfigError(f"advise times the work of one device, got a model on {devices}; put it on one")
+        raise ConfigError(
+            f"advise times the work of one device, got a model on {devices}; move the model to one device"
+        )
     # A copy, to leave no gradients or hooks behind.
     return module if is_fsdp2(module) else copy.deepcopy(module), device
 

@@ -179,7 +179,7 @@ def notes_on_losses(optimizer: object, total_steps: int | None) -> Iterator[str]
         if name == "SGD" and not any(group.get("momentum") for group in unwrapped.param_groups):
             yield f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none."
     if total_steps is None:
-        few_bits = "Few bits lose more in short runs, and the length of this one is not told"
+        few_bits = "Few bits lose more in short runs, and this run's length is unknown"
         yield f"{few_bits} (--steps, total_steps=): losses are those of the shortest runs that were measured."
 
 

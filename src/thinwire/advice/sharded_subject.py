@@ -28,7 +28,7 @@ class ShardedSubject:
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
         self._sharded, self._transport, self._group = ShardedModel(model), transport, shards_of(model)
         self._pieces = pieces_of(model, self._sharded)
-        refuse_attached(self._pieces, "ask for advice before it is attached")
+        refuse_attached(self._pieces, "call advise before you attach")
         entered.enter_context(_put_back(model))
         self.model, self.shards = model, self._group.size
 
@@ -53,7 +53,7 @@ def shards_of(model: nn.Module) -> Transport:
     mesh = sharded.mesh_of_shards()
     if sharded.is_replicated:
         raise ConfigError(
-            "advise got a model of replicate, which each process has whole; pass the plain module"
+            "advise got a model with replicate, which is whole on each process; pass the plain module"
         )
     if mesh.size() == 1:
         return InProcessTransport.group(1)[0]
@@ -64,7 +64,7 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
     """Probe the links between the first processes of replicas; return the probe on all of a replica."""
     if replicas is None:
         do = 'pass a probe of one process per replica (thinwire probe --save), or replicas=mesh["replicate"]'
-        raise ConfigError(f"a sharded model does not tell where its other replicas are: {do}")
+        raise ConfigError(f"can't tell where a sharded model's other replicas are; {do}")
     shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
     # Only one shard: several would share the link, at varying times.
     text = probe(group).to_json() if shards.rank == 0 else ""

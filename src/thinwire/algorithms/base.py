@@ -82,8 +82,8 @@ class Slot:
     def __post_init__(self) -> None:
         if self.is_local and self.is_saved and not self.is_elementwise:
             raise ConfigError(
-                f"the slot {self.name!r} is local and saved, so its mean is saved, which only elementwise "
-                "slots have; make it elementwise, or equal on all members, or do not save it"
+                f"the slot {self.name!r} is local and saved, but only elementwise slots have a mean that "
+                "can be saved; make it elementwise, or equal on all members, or do not save it"
             )
 
 
@@ -328,5 +328,6 @@ def _respelt(
     # The first positional argument may be anything, such as the model, which other libraries take first.
     value = args[0] if isinstance(args[0], int | float | str) else defaults[names[0]]
     return (
-        f"{called} takes settings by name, got {args[0]!r} without one; write {called}({names[0]}={value!r})"
+        f"{called} takes settings by name, got {args[0]!r} without a name; write "
+        f"{called}({names[0]}={value!r})"
     )

@@ -28,16 +28,22 @@ def advise(  # noqa: PLR0913 - one for each fact of a run
     latency: str | None = typer.Option(
         None, metavar="TIME", help="A round trip between machines, with --rate.", show_default="0.2ms"
     ),
-    machines: int | None = typer.Option(None, help="How many, with --rate.", show_default="2"),
-    gpus: int | None = typer.Option(None, help="In each machine, with --rate.", show_default="1"),
+    machines: int | None = typer.Option(None, help="Number of machines, with --rate.", show_default="2"),
+    gpus: int | None = typer.Option(None, help="GPUs in each machine, with --rate.", show_default="1"),
     probe: Path | None = typer.Option(
         None, metavar="FILE", help="The link, as `thinwire probe --save` wrote it, instead of --rate."
     ),
-    optimizer: str | None = typer.Option(None, help="Such as AdamW.", show_default="the one that loses most"),
-    steps: int | None = typer.Option(
-        None, help="The whole run's: few bits lose more in short ones.", show_default="the fewest measured"
+    optimizer: str | None = typer.Option(
+        None, help="The optimizer, such as AdamW.", show_default="the one that loses most"
     ),
-    budget_loss: str = typer.Option("1%", metavar="SHARE", help="The most to accept, such as 0.5%, or any."),
+    steps: int | None = typer.Option(
+        None,
+        help="Steps of the whole run: few bits lose more in short runs.",
+        show_default="the fewest measured",
+    ),
+    budget_loss: str = typer.Option(
+        "1%", metavar="SHARE", help="The largest loss to accept, such as 0.5%, or any."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
 ) -> None:
     """Predict the step time with each algorithm and the loss it may cost, and print the line to add.
@@ -51,15 +57,15 @@ def advise(  # noqa: PLR0913 - one for each fact of a run
 
     Example: `thinwire advise --parameters 350M --compute 0.8s --probe probe.json --budget-loss 0.5%`
     """
-    known = "--parameters is like 350M, 7B or 124000000, from 1 to 1000B"
+    known = "--parameters must be like 350M, 7B or 124000000, from 1 to 1000B"
     count = number_with_unit(parameters.upper(), COUNTS, 1, MAX_PARAMETERS, known)
-    known = "--compute, a forward and a backward pass, is like 0.8s or 300ms, up to 3600s"
+    known = "--compute, a forward and a backward pass, must be like 0.8s or 300ms, up to 3600s"
     compute_seconds = number_with_unit(compute.lower(), SECONDS, 0, 3600, known)
     budget = _share(budget_loss)
     stated = {"--rate": rate, "--latency": latency, "--machines": machines, "--gpus": gpus}
     if probe is not None:
         for name in (name for name, value in stated.items() if value is not None):
-            raise ConfigError(f"{name} is what --probe has measured; leave one of them out")
+            raise ConfigError(f"{name} and --probe both describe the link; leave one of them out")
         link = MeasuredLink.of(Probe.load(probe))
     else:
         spec = LinkSpec(rate, (latency or "0.2ms").lower())

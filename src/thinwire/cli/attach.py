@@ -28,7 +28,9 @@ def attach(
     auto: bool = typer.Option(False, "--auto", help="Let the run's first steps choose the algorithm."),
     watch: Path | None = typer.Option(None, metavar="FILE", help="Record steps, for `thinwire report`."),
     checkpoint: Path | None = typer.Option(
-        None, metavar="DIR", help="Read the algorithm's memory here, and write it at the end and on SIGTERM."
+        None,
+        metavar="DIR",
+        help="Folder for the algorithm's state: loaded at the start, saved at the end and on SIGTERM.",
     ),
     strict: bool = typer.Option(False, "--strict", help="End the training if a model can't be attached."),
 ) -> None:

@@ -53,8 +53,8 @@ def check(
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--device cuda finds no GPU: {_why_no_gpu()}; the CPU serves, which takes many times as long: "
-            "--device cpu measures it"
+            f"--device cuda found no GPU: {_why_no_gpu()}; Thinwire then uses the CPU, which takes many "
+            "times as long: measure it with --device cpu"
         )
     if device is not None and "RANK" not in os.environ:
         processes = processes or 1  # measuring a device needs no job
@@ -113,7 +113,9 @@ def _served_by(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
     versions = f"thinwire {__version__}, torch {torch.__version__}, Triton {limits.installed() or 'none'}"
     why = limits.why_not(device) if is_cuda else ""
-    return f"{name}: {versions}" + (f"; {why}: PyTorch's kernels serve, {COST_WITHOUT_TRITON}" if why else "")
+    return f"{name}: {versions}" + (
+        f"; {why}: PyTorch's kernels are used, {COST_WITHOUT_TRITON}" if why else ""
+    )
 
 
 def _tables(page: dict[str, list[Row]]) -> str:

@@ -41,7 +41,7 @@ def run_here(processes: int | None) -> None:
     processes_here("processes", processes, minimum=1)
     if "RANK" in os.environ:
         raise ConfigError(
-            "--processes starts a job, but this is a process of one (RANK is set): leave it out"
+            "--processes starts a job, but this process already belongs to one (RANK is set); leave it out"
         )
     job = LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes)
     exit_if_stopped(job.run())
@@ -52,7 +52,7 @@ def exit_if_stopped(received: int | None) -> None:
     """If a signal has ended the processes, log it and exit with the shell's code for it."""
     if received is not None:
         stopped = f"thinwire: stopped by {signal.Signals(received).name}; every process has ended"
-        print(f"{stopped}, the same command begins again", file=sys.stderr)
+        print(f"{stopped}; run the same command to start again", file=sys.stderr)
         sys.exit(128 + received)
 
 
@@ -76,7 +76,7 @@ def joined_job(
         join_group(backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_seconds=timeout_seconds)
     # torch raises any of these, depending on the backend and the cause.
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"the process group of the job can't be joined: {error}") from error
+        raise ConfigError(f"can't join the job's process group: {error}") from error
     try:
         yield device
     finally:

@@ -34,7 +34,7 @@ def demo(
         DemoOptions.matrix_rank, help="Matrix rank of PowerSGD: a higher one sends more bytes, more exactly."
     ),
     model_size: str = typer.Option(
-        DemoOptions.model_size, help="One of tiny, small and, of 10.9 M parameters, 5 times slower, medium."
+        DemoOptions.model_size, help="One of tiny, small and medium (10.9 M parameters, 5 times slower)."
     ),
     seed: int = typer.Option(DemoOptions.seed, help="Seed of the initial model and the batches."),
     output: Path = typer.Option(DemoOptions.output, help="Folder for the records of steps, and the log."),

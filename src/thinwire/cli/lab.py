@@ -20,20 +20,25 @@ def lab(
     *,
     machines: int = typer.Option(2, help="The number of machines."),
     rate: str | None = typer.Option(
-        None, metavar="RATE", help="Each slow link's, such as 100mbit.", show_default="as fast as here"
+        None, metavar="RATE", help="Rate of each slow link, such as 100mbit.", show_default="as fast as here"
     ),
-    processes_per_machine: int = typer.Option(1, help="Processes of each machine: they share its slow link."),
-    latency: str = typer.Option("0ms", metavar="TIME", help="A round trip of two machines, such as 20ms."),
-    jitter: str = typer.Option("0ms", metavar="TIME", help="How much longer or shorter it is, such as 2ms."),
-    loss: str = typer.Option("0%", metavar="SHARE", help="Packets that are lost, each way, such as 0.1%."),
+    processes_per_machine: int = typer.Option(1, help="Processes per machine, which share its slow link."),
+    latency: str = typer.Option("0ms", metavar="TIME", help="Round trip between two machines, such as 20ms."),
+    jitter: str = typer.Option("0ms", metavar="TIME", help="Variation of the round trip, such as 2ms."),
+    loss: str = typer.Option("0%", metavar="SHARE", help="Packets lost each way, such as 0.1%."),
     slow_machine: list[str] | None = typer.Option(
         None, metavar="M:RATE", help="The rate of machine M (from 0), such as 2:10mbit; may be repeated."
     ),
     grace_seconds: float = typer.Option(
-        30.0, help="After one process has failed, how long the others may go on before they are asked to end."
+        30.0,
+        help=(
+            "How long the other processes may continue after one has failed, before they are asked to end."
+        ),
     ),
     report: Path | None = typer.Option(
-        None, metavar="FILE", help="Write exit code, seconds by process and bytes by machine there, as JSON."
+        None,
+        metavar="FILE",
+        help="Write a JSON report there: exit code, seconds of each process and bytes of each machine.",
     ),
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
@@ -52,7 +57,9 @@ def lab(
     for option in slow_machine or []:
         number_text, _, slow_rate = option.partition(":")
         if not number_text.isdecimal() or not slow_rate:
-            raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
+            raise ConfigError(
+                f"--slow-machine must be a machine and its rate, such as 2:10mbit; got {option[:40]!r}"
+            )
         slow_machines[int(number_text)] = slow_rate
     link = LinkSpec(rate, latency, jitter, loss)
     network = Network(

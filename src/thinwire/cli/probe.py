@@ -25,7 +25,7 @@ MAX_STREAMS, WORTH_A_CONNECTION = 16, 1.1
 
 def probe(
     *,
-    budget_seconds: float = typer.Option(20.0, help="About how long it may take."),
+    budget_seconds: float = typer.Option(20.0, help="About how many seconds the probe may take."),
     backend: str | None = BACKEND,
     save: Path | None = typer.Option(
         None, metavar="FILE", help="Write the result there, for thinwire advise --probe."

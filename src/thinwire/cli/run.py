@@ -17,7 +17,7 @@ from thinwire.local_sgd.groups.torchft_group import ASKED
 
 def run(
     script: Path = typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic."),
-    arguments: list[str] | None = typer.Argument(None, metavar="ARGUMENTS…", help="Of the script."),
+    arguments: list[str] | None = typer.Argument(None, metavar="ARGUMENTS…", help="Arguments of the script."),
     *,
     minimum: int = typer.Option(
         1, "--min", metavar="N", help="Members that an averaging needs, on all machines together."
@@ -29,7 +29,10 @@ def run(
         1, metavar="N", help="Processes of each member, which train one DDP or FSDP2 model together."
     ),
     lighthouse: str | None = typer.Option(
-        None, metavar="URL", help="One that runs, such as http://10.0.0.1:29510.", show_default="start one"
+        None,
+        metavar="URL",
+        help="A running lighthouse, such as http://10.0.0.1:29510.",
+        show_default="start one",
     ),
     host: str | None = typer.Option(
         None,
@@ -40,8 +43,10 @@ def run(
     max_restarts: int = typer.Option(3, help="How often a member that dies is restarted."),
     grace_seconds: float = typer.Option(
         30.0,
-        help="How long members may take to leave, after Ctrl-C, SIGTERM, or when the others have finished "
-        "and they are too few to go on.",
+        help=(
+            "How long members may take to leave, after Ctrl-C, SIGTERM, or when others have finished and "
+            "too few remain to continue."
+        ),
     ),
 ) -> None:
     """Start members that come and go: a script with `thinwire.elastic`, several times on this machine.
@@ -86,9 +91,9 @@ def run(
         processes = members * processes_per_member
         start = " ".join(["torchrun", "--nproc-per-node", str(processes), str(script), *(arguments or [])])
         _say(
-            f"no member has asked the lighthouse, so nothing was averaged: {script} does not use "
-            "thinwire.elastic. Put thinwire.elastic.DiLoCo around its loop; or, if it averages in a process "
-            f"group, type {start}"
+            f"no member contacted the lighthouse, so nothing was averaged: {script} does not use "
+            "thinwire.elastic. Wrap its training loop in thinwire.elastic.DiLoCo; or, if it averages in a "
+            f"process group, run {start}"
         )
         raise typer.Exit(1)
     raise typer.Exit(job.exit_code)

@@ -103,8 +103,8 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
     # A member in a different call differs in everything else too: report only the call.
     if CALL in differing:
         raise AgreementError(
-            f"{purpose}: {_who_has_what(everyone, CALL)} under way. Make the same calls on every process, "
-            "in the same order; nothing was changed"
+            f"{purpose}: calls differ: {_who_has_what(everyone, CALL)}. Make the same calls on every "
+            "process, in the same order; nothing was changed"
         )
     if ALGORITHM in differing:  # its settings follow, which other algorithms do not have
         differing = differing[: differing.index(ALGORITHM) + 1]

@@ -214,7 +214,7 @@ class InProcessTransport(Transport):
             return
         wait_for(pending)
         if len(pending.tensors) < self.size:
-            raise CommunicationError(f"{pending.purpose}: a different member has broken it off")
+            raise CommunicationError(f"{pending.purpose}: another member aborted this message")
         write_result(message, [pending.tensors[rank] for rank in range(self.size)], self.rank)
         pending.taken_by.add(self.rank)
         # The last member removes it; until then, others still read from it.

@@ -109,7 +109,7 @@ def machines_of_subgroups(
     if sorted(rank for row in rows for rank in row) != sorted(ranks):
         raise ConfigError(
             f"the subgroups {[list(row) for row in rows][:8]} overlap, or leave out processes of the group; "
-            "make them of all of it: torch.distributed.new_subgroups(group_size=…)"
+            "divide the whole group: torch.distributed.new_subgroups(group_size=…)"
         )
     return _grouped(transport, rows)
 
@@ -120,8 +120,8 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         return None, ""
     if min(sizes) < max(sizes):
         uneven = (
-            f"machines have {_shown(sizes)} processes of the group, so each process sends by itself; with as "
-            "many on each, what a machine has in common would be sent once"
+            f"machines have {_shown(sizes)} processes of the group, so each process sends by itself; with "
+            "equal numbers, a machine would send its sum only once"
         )
         if not transport.rank:
             logger.warning("%s", uneven)
@@ -135,9 +135,9 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         known = [] if is_whole_job else gather_numbers([num_groups()], transport, PURPOSE)
         if any(count != known[0] for count in known):
             return None, (
-                "processes know different numbers of process groups, and PyTorch can't make groups of a part "
-                "of the job then, so each process sends by itself; pass machines= as a mesh of two "
-                "dimensions, (machines, processes of each)"
+                "processes know different numbers of process groups, so PyTorch can't make groups of a part "
+                "of the job, and each process sends by itself; pass machines= as a mesh of two dimensions, "
+                "(machines, processes of each)"
             )
         made[key] = list(_new_groups(transport, key, is_whole_job=is_whole_job))
     return _machines(made[key], transport, key), ""
@@ -262,18 +262,18 @@ def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[i
     sizes = {rank.local_size for rank in local}
     listed = " or ".join(map(str, sorted(sizes)))
     if len({rank.host for rank in local}) > 1:
-        wrong = f"processes {ranks[:8]} share a machine, and their host names differ"
+        wrong = f"processes {ranks[:8]} share a machine, but their host names differ"
     elif len(sizes) == 1 and len(ranks) <= local[0].local_size:
         return [ranks]
     elif local[0].machine >= 0:
-        wrong = f"processes {ranks[:8]} share a machine, and LOCAL_WORLD_SIZE is {listed} there"
+        wrong = f"processes {ranks[:8]} share a machine, but LOCAL_WORLD_SIZE is {listed} there"
     elif rows := _filled_in_turn(ranks, everyone):
         return rows
     else:
-        wrong = f"processes {ranks[:8]} have one host name, and a machine has {listed} processes"
+        wrong = f"processes {ranks[:8]} have one host name, but LOCAL_WORLD_SIZE is {listed}"
     raise AgreementError(
-        f"by the launcher's variables {wrong}; pass machines=[[…], …], the ranks on each machine, or set "
-        "GROUP_RANK to the number of each process's machine"
+        f"the launcher's variables don't define machines: {wrong}; pass machines=[[…], …], the ranks on "
+        "each machine, or set GROUP_RANK to the number of each process's machine"
     )
 
 
@@ -308,8 +308,8 @@ def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
     if len(rows) == 1 or len(sizes) > 1 or sizes == {1}:
         return ""
     return (
-        f"processes {rows[own][:8]} have one host name, {socket.gethostname()}, and each sends by itself: no "
-        "LOCAL_WORLD_SIZE says that they share a machine. If they do, start them with torchrun, or pass "
+        f"processes {rows[own][:8]} have one host name, {socket.gethostname()}, but each sends by itself: "
+        "no LOCAL_WORLD_SIZE says that they share a machine. If they do, start them with torchrun, or pass "
         f"machines=[{_shown(rows.values())}]"
     )
 

@@ -41,14 +41,14 @@ Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 WHY_IN_A_FIXED_GROUP = (
-    "A process has died, stalled or sent a different message; or it had fewer batches (uneven batches: train "
-    "inside thinwire.join); or a call that must be made on every process (attach, use, state_dict, "
-    "load_state_dict) was not; or the backend can't carry this type. Look for the first error among all "
+    "A process died, stalled or sent a different message; or it had fewer batches (then train inside "
+    "thinwire.join); or it did not make a call that every process must make (attach, use, state_dict, "
+    "load_state_dict); or the backend does not support this dtype. Look for the first error among all "
     "processes"
 )
 WHY_IN_A_CHANGING_GROUP = (
-    "A member has died, stood still for longer than the timeout, was cut off, or has broken the "
-    "averaging off because one of its messages failed"
+    "A member died, did not respond within the timeout, lost its connection, or aborted the averaging "
+    "because one of its messages failed"
 )
 
 GLOO = ("gloo", "torchft-gloo")
@@ -226,9 +226,8 @@ class ProcessGroupTransport(GroupTransport):
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if index == 0 and local_rank != "0" and torch.cuda.device_count() > 1:
             raise ConfigError(
-                f"process {self.rank} has local rank {local_rank}, and its current GPU is 0, which is that "
-                "of local rank 0; call torch.cuda.set_device(local_rank), or "
-                "init_process_group(device_id=…), first"
+                f"process {self.rank} with local rank {local_rank} uses GPU 0, which is local rank 0's; "
+                "first call torch.cuda.set_device(local_rank), or init_process_group(device_id=…)"
             )
         return torch.device("cuda", index)
 

@@ -16,7 +16,7 @@ def __getattr__(name: str) -> NoReturn:
     # Raise an error that says what to do instead, which an AttributeError would not.
     if name in TORCHS:
         raise ConfigError(
-            f"{name} is not offered: the means of all buckets come together, so an optimizer in the hook "
-            "would overlap nothing, and take steps that are to be skipped; call it after backward()"
+            f"{name} is not supported: the means of all buckets arrive together, so an optimizer in the "
+            "hook would overlap nothing, and would take steps that must be skipped; step it after backward()"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

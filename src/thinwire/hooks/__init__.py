@@ -92,6 +92,6 @@ def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
     if str(getattr(hook, "__module__", "")).startswith("thinwire.hooks"):
         return hook
     raise ConfigError(
-        f"expected one of thinwire.hooks, got {hook!r}; the messages of a foreign hook can't be reached from "
-        "outside: use torch's own wrapper for it"
+        f"expected one of thinwire.hooks, got {hook!r}; for any other hook use torch's own wrapper, since "
+        "Thinwire can't change the messages of a foreign hook"
     )

@@ -24,8 +24,8 @@ from thinwire.version import __version__
 logger = logging.getLogger(__name__)
 
 NO_MACHINE = (
-    "with subgroup=None the processes of this machine average, and nothing tells which they are; pass "
-    "subgroup=, such as torch.distributed.new_subgroups(group_size=…)[0]"
+    "with subgroup=None the processes of each machine average, but it is unknown which share a machine; "
+    "pass subgroup=, such as torch.distributed.new_subgroups(group_size=…)[0]"
 )
 
 
@@ -77,7 +77,7 @@ class PostLocalSGDState:
         self.on_nonfinite = checked_on_nonfinite(on_nonfinite)
         if self.on_nonfinite == "raise" and self.post_local_gradient_allreduce:
             raise ConfigError(
-                'on_nonfinite="raise" does not go with averaging within subgroups: the processes of '
+                'on_nonfinite="raise" can\'t be combined with averaging within subgroups: the processes of '
                 'other subgroups would not raise; use "zero", or post_local_gradient_allreduce=False'
             )
         self.iter = 0
@@ -124,7 +124,7 @@ def averaged(
         # Not when the state is made: making groups is collective, and torch's hook does it here, too.
         size = _processes_per_machine()
         if size is None:
-            raise ConfigError(f"local SGD starts: {NO_MACHINE}")
+            raise ConfigError(f"local SGD can't start: {NO_MACHINE}")
         state.subgroup = own_subgroup(size, state.process_group)
     transport = ProcessGroupTransport(state.subgroup if is_local else state.process_group, flat.device)
     # Before the step is counted: the last bucket still belongs to it.

@@ -140,7 +140,7 @@ class PowerSGDState(HookState):
             in_use = self._adapter.sync.algorithm
             if not isinstance(in_use, LowRank):
                 raise ConfigError(
-                    f"{name} can't be set: sync.use() has put {in_use} in place of PowerSGD; switch with "
+                    f"{name} can't be set: sync.use() has replaced PowerSGD by {in_use}; switch with "
                     "sync.use() again"
                 )
             algorithm = replace(in_use, **change)

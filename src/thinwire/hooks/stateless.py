@@ -60,8 +60,8 @@ class HookState:
         # With two hooks, buckets of one step could be averaged in two ways.
         if self._used_with != used_with:
             raise ConfigError(
-                f"this {type(self).__name__} has been used with {self._used_with}, now with {used_with}; "
-                "make one state for each model and hook, or switch with state.sync.use(…)"
+                f"this {type(self).__name__} was used with {self._used_with}, and is now used with "
+                f"{used_with}; make one state for each model and hook, or switch with state.sync.use(…)"
             )
         return adapter.run(bucket)
 
@@ -199,8 +199,8 @@ def _in_8_bits(
     """Gather once for each bucket: scales are sent with codes, so no future's callback needs a collective."""
     if isinstance(process_group, MachinesState):
         raise ConfigError(
-            "torch's 8-bit hooks gather from each process, so they take no MachinesState; "
-            "thinwire.attach(ddp_model, thinwire.Quantize(bits=8)) sends once for each machine"
+            "torch's 8-bit hooks gather from each process, so they take no MachinesState; use "
+            "thinwire.attach(ddp_model, thinwire.Quantize(bits=8)), which sends once per machine"
         )
     flat = dense_buffer(bucket)
     transport = ProcessGroupTransport(process_group, flat.device, p2p=False)  # p2p work has no future

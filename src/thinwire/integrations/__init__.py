@@ -5,9 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 # The warning that all of them give about a checkpoint.
-SAVED_WITHOUT = (
-    "%s was saved without Thinwire: training goes on from it, with nothing remembered of the steps before"
-)
+SAVED_WITHOUT = "%s was saved without Thinwire: training continues from it, without the algorithm's state"
 
 # Lazy, as in `thinwire` itself.
 if not TYPE_CHECKING:

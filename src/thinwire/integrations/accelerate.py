@@ -189,12 +189,12 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         accelerators = [candidate for candidate in living(Accelerator) if candidate.ddp_handler is self]
         if not accelerators:
             raise AttachError(
-                "register_comm_hook is called by accelerator.prepare(model), of an Accelerator that has this "
-                "handler; for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
+                "register_comm_hook is for accelerator.prepare(model), of an Accelerator with this handler; "
+                "for your own DDP model use thinwire.attach(ddp_model, algorithm)"
             )
         # One Accelerator's models would be saved with the other's checkpoints.
         if len(accelerators) > 1:
-            raise ConfigError("this handler is used by a different Accelerator already; make one for each")
+            raise ConfigError("this handler is already used by a different Accelerator; create one for each")
         return accelerators[0]
 
     def _be_registered(self) -> list[Any]:
@@ -268,7 +268,7 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
     if options or (wrapper in CASTS and hook not in CASTS):
         got = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
         raise ConfigError(
-            f"{got} have no effect with comm_hook {hook.name}; leave them out: the first is for POWER_SGD "
-            "and BATCHED_POWER_SGD, the second for any but NO"
+            f"{got} have no effect with comm_hook {hook.name}; leave them out: comm_state_option is for "
+            "POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None

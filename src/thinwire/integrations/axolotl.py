@@ -52,7 +52,7 @@ class ThinwirePlugin(BasePlugin):
         bits, text = cfg.thinwire_bits, cfg.thinwire_algorithm
         if (bits is None) == (text is None):
             raise ConfigError(
-                f"thinwire_bits is {bits} and thinwire_algorithm {text!r}; write one of them, such as "
-                "thinwire_bits: 4"
+                f"got both thinwire_bits={bits} and thinwire_algorithm={text!r}; set only one of them, such "
+                "as thinwire_bits: 4"
             )
         attach(trainer, text or f"Quantize(bits={bits})")

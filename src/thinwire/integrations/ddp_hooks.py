@@ -68,13 +68,13 @@ def check_period(state: object, period: object) -> None:
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:
         raise ConfigError(
-            "post_localSGD_hook leaves the models apart; give the strategy model_averaging_period= as well, "
-            "or use thinwire.LocalSGD"
+            "with post_localSGD_hook alone the models drift apart; also pass the strategy "
+            "model_averaging_period=, or use thinwire.LocalSGD"
         )
     if period is not None:
         whole_number("model_averaging_period", period, minimum=1)
         if not is_local:
             raise ConfigError(
-                "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState and would have no "
-                "effect; leave it out, or use thinwire.LocalSGD"
+                "model_averaging_period has an effect only with post_localSGD_hook and a PostLocalSGDState; "
+                "leave it out, or use thinwire.LocalSGD"
             )

@@ -132,13 +132,13 @@ class ThinwireStrategy(DDPStrategy):
         unknown = [name for name in arguments.get("kwargs", {}) if name not in of_ddp]
         if unknown:
             raise ConfigError(
-                f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}; those of an "
-                "algorithm go into it: ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
+                f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}; pass an "
+                "algorithm's settings to the algorithm: ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
             )
         state, hook = arguments.get("ddp_comm_state"), arguments.get("ddp_comm_hook")
         checked_hook(state, hook, arguments.get("ddp_comm_wrapper"))
         if averaging is not None and hook is not None:
-            raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
+            raise ConfigError("got both an algorithm and a ddp_comm_hook; pass the strategy only one of them")
         self.algorithm = PowerSGD() if averaging is None and hook is None else averaging
         is_attached = isinstance(self.algorithm, Algorithm)
         steps: StepOptions = {"host_check": host_check, "on_nonfinite": on_nonfinite, "machines": machines}
@@ -192,8 +192,9 @@ class ThinwireStrategy(DDPStrategy):
             self._sync = attach(self.model, self.algorithm, grad_scaler=_scaler_of(self), **self._steps)
         elif len(self.optimizers) != 1:
             raise ConfigError(
-                f"expected a module with one optimizer, whose steps are counted, got {len(self.optimizers)}; "
-                "with several enter thinwire.LocalSGD in your own loop, with the one that steps last"
+                "expected a module with one optimizer, whose steps are counted, got "
+                f"{len(self.optimizers)}; with several, enter thinwire.LocalSGD in your own loop, with the "
+                "optimizer that steps last"
             )
         elif makes_auto(self.algorithm):
             model, (optimizer,), steps = self.model, self.optimizers, trainer.estimated_stepping_batches
@@ -251,8 +252,9 @@ class _AveragesModels(Callback):
         """Enter: all processes get the first one's model, unless a state was loaded. Collective."""
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise ConfigError(
-                "StochasticWeightAveraging averages each process's own model as epochs end, so they would "
-                "end with different ones; use WeightAveraging after averagings instead (docs/lightning.md)"
+                "StochasticWeightAveraging averages each process's own model after epochs, so processes "
+                "would end with different models; use WeightAveraging after averagings instead "
+                "(docs/lightning.md)"
             )
         # First in the list: other callbacks load the best model or a moving average at the end.
         trainer.callbacks = [self, *trainer.callbacks]
@@ -308,8 +310,8 @@ class ThinwireCallback(Callback):
         self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, minimum=1)
         if elastic is not None and not makes_elastic(elastic):
             raise ConfigError(
-                "elastic must make a member, such as functools.partial(thinwire.elastic.DiLoCo, "
-                f"every_steps=30), got {elastic!r}"
+                "elastic must be a function that returns a member, such as "
+                f"functools.partial(thinwire.elastic.DiLoCo, every_steps=30), got {elastic!r}"
             )
         self._make = elastic
         self.local: ModelAverager | None = None
@@ -320,8 +322,8 @@ class ThinwireCallback(Callback):
         if self._make is not None:
             if trainer.world_size > 1:
                 raise ConfigError(
-                    f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}; "
-                    "pass Trainer(devices=1) and start each member by itself"
+                    f"an elastic member is one process, got a Trainer of {trainer.world_size}; pass "
+                    "Trainer(devices=1), and start each member separately"
                 )
             return
         strategy = trainer.strategy

@@ -36,8 +36,8 @@ def checked_averaging(averaging: object) -> Algorithm | Makes:
     is_class = isinstance(averaging, type) and not issubclass(averaging, ModelAverager)
     if not isinstance(averaging, Algorithm) and (is_class or not callable(averaging)):
         raise ConfigError(
-            f"got {no_algorithm(averaging)}, expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), "
-            f"thinwire.auto, or what makes {A_LOCAL}"
+            f"got {no_algorithm(averaging)}, expected an algorithm such as "
+            f"thinwire.PowerSGD(matrix_rank=4), thinwire.auto, or a function that returns {A_LOCAL}"
         )
     return averaging
 
@@ -49,8 +49,8 @@ def checked_steps(steps: StepOptions, *, take_effect: bool) -> StepOptions:
     defaults = {"host_check": "auto", "on_nonfinite": "nan", "machines": True}
     chosen = {n: v for n, v in steps.items() if v != defaults.get(n)}
     if chosen and not take_effect:
-        where = "the hook's state, or to what is called: functools.partial(thinwire.auto, on_nonfinite=…)"
-        raise ConfigError(f"{', '.join(chosen)} would have no effect here; give it to {where}")
+        where = "the hook's state, or bind them: functools.partial(thinwire.auto, on_nonfinite=…)"
+        raise ConfigError(f"{', '.join(chosen)} would have no effect here; pass such settings to {where}")
     return cast(StepOptions, chosen)
 
 
@@ -93,7 +93,7 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
         optimizer = optimizer.optimizer
     local = make(model, optimizer, grad_scaler=grad_scaler)
     if not isinstance(local, ModelAverager):
-        raise ConfigError(f"expected a function that makes {A_LOCAL}, but it made {local!r}")
+        raise ConfigError(f"expected a function that returns {A_LOCAL}, but it returned {local!r}")
     return local
 
 

@@ -182,7 +182,7 @@ class ThinwireCallback(TrainerCallback):
             if getattr(trainer, "state", None) is state:
                 return trainer
         raise AttachError(
-            "the callback was called by no transformers.Trainer; give it to one's callbacks=[…]"
+            "the callback was not called by a transformers.Trainer; pass it to a Trainer, in callbacks=[…]"
         )
 
     def enter(self, trainer: Trainer) -> None:
@@ -194,10 +194,12 @@ class ThinwireCallback(TrainerCallback):
         callbacks = trainer.callback_handler.callbacks
         if any(isinstance(callback, ThinwireCallback) and callback is not self for callback in callbacks):
             raise AttachError(
-                "the trainer is attached already; switch the algorithm with callback.sync.use(…)"
+                "the trainer is already attached; switch the algorithm with callback.sync.use(…)"
             )
         if makes_elastic(self.algorithm) and trainer.args.world_size > 1:
-            raise AttachError("a member that comes and goes is one process; start each by itself")
+            raise AttachError(
+                "an elastic member is one process, but this job has several; start each member separately"
+            )
         if trainer.is_fsdp_enabled:
             # Accelerate has it from 1.10 on.
             config = getattr(trainer.accelerator, "parallelism_config", None)
@@ -208,8 +210,9 @@ class ThinwireCallback(TrainerCallback):
                 or not (isinstance(self.algorithm, Algorithm) or len(config.fsdp_dim_names) == 1)
             ):
                 raise AttachError(
-                    "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
-                    "parallelism_config=…) with a ParallelismConfig of thinwire.integrations.accelerate"
+                    "the Trainer's FSDP leaves no replicas for Thinwire to average; pass "
+                    "TrainingArguments(fsdp=True, parallelism_config=…) with a ParallelismConfig of "
+                    "thinwire.integrations.accelerate"
                 )
         if self._averages_models and trainer.args.ddp_find_unused_parameters is None:
             # The Trainer's default makes DDP communicate in every step, which LocalSGD refuses.
@@ -229,7 +232,9 @@ class ThinwireCallback(TrainerCallback):
             logger.warning(ALONE)
             return
         if state.is_hyper_param_search:
-            raise AttachError("hyperparameter_search is refused: its checkpoints have their own folders")
+            raise AttachError(
+                "hyperparameter_search is not supported: it saves checkpoints in folders of its own"
+            )
         if self._trainer is None or self._trainer.state is not state:
             self.enter(self._found(state))
         trainer = cast(Trainer, self._trainer)
@@ -317,7 +322,7 @@ class ThinwireCallback(TrainerCallback):
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             resumes = f"training resumes at step {state.global_step}, but not from {folder}"
-            raise StateError(f"{resumes}; tell where from: attach(…, checkpoint=…)")
+            raise StateError(f"{resumes}; pass the checkpoint: attach(…, checkpoint=…)")
         files = STATE_NAME if self._averages_models else LOCAL_NAME.format("*")
         if not any(folder.glob(files)):
             logger.warning(SAVED_WITHOUT, folder)

@@ -51,8 +51,9 @@ def _load_numba() -> Tables | None:
     # Import errors; no folder for Numba's cache; and unknown internals of that cache.
     except (ImportError, RuntimeError, AttributeError) as error:
         warnings.warn(
-            f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
-            "about half as fast on one thread; to mend it, pip install '.[numba]' in a clone of Thinwire",
+            f"Numba is installed but can't be used ({error}): low-rank arithmetic uses PyTorch's matrix "
+            "products, about half as fast on one thread; to fix this, pip install '.[numba]' in a clone of "
+            "Thinwire",
             stacklevel=2,
         )
         return None

@@ -62,17 +62,17 @@ class LinkSpec:
     @property
     def bits_per_second(self) -> float | None:
         """The rate as a number."""
-        known = "a rate is like 100mbit, 1gbit or 500kbit, from 100kbit to 100gbit"
+        known = "a rate must be like 100mbit, 1gbit or 500kbit, from 100kbit to 100gbit"
         return None if self.rate is None else number_with_unit(self.rate.lower(), BITS, 1e5, 1e11, known)
 
     @property
     def delays(self) -> Delays:
         """The delays and losses of a packet between two machines. A round trip is two ways."""
-        known = "a duration is like 20ms, 500us or 0.1s, up to 2s"
+        known = "a duration must be like 20ms, 500us or 0.1s, up to 2s"
         latency, jitter = (
             number_with_unit(time, SECONDS, 0, 2, known) for time in (self.latency, self.jitter)
         )
-        known = "a loss is a percentage such as 0.1%, up to 50%"
+        known = "a loss must be a percentage such as 0.1%, up to 50%"
         return Delays(latency / 2, jitter / 2, number_with_unit(self.loss, {"%": 0.01}, 0, 0.5, known))
 
     def shaping(self) -> list[str]:
@@ -118,7 +118,7 @@ class Network:
         self.links = [link or LinkSpec()] * machines
         for machine, rate in (slow_machines or {}).items():
             if not 0 <= machine < machines:
-                raise ConfigError(f"there is no machine {machine}: they are 0 to {machines - 1}")
+                raise ConfigError(f"there is no machine {machine}; machines are 0 to {machines - 1}")
             self.links[machine] = replace(self.links[machine], rate=rate)
         # Delays and losses are the same for all machines.
         self.delays = self.links[0].delays
@@ -205,8 +205,8 @@ class Network:
         asked = None if delays.loss else link.bits_per_second
         if is_late or (asked is not None and abs(rate / asked - 1) > TOLERANCE):
             raise CommunicationError(
-                f"{result}, but {link.latency} and {link.rate or 'any rate'} were asked for: this computer "
-                "is busy, or can't hold such a link; try again, or ask for a lower rate or a longer latency"
+                f"{result}, but {link.latency} and {link.rate or 'any rate'} were requested: this computer "
+                "is busy, or too slow for such a link; try again, or choose a lower rate or a longer latency"
             )
         return result
 
@@ -282,7 +282,7 @@ def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
         is_there = printed.readline().strip() == ready
     if not is_there:
         _end(part)
-        raise CommunicationError(f"a part of the lab ended; see what it has printed: {' '.join(command)}")
+        raise CommunicationError(f"a part of the lab has ended; see its output: {' '.join(command)}")
     return part
 
 

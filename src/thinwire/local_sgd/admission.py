@@ -47,26 +47,26 @@ class Admission:
         needed = [status.min_members for status in statuses if not status.is_new]
         usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
         error = AgreementError(
-            f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
-            "refused, and the others go on; start all with the same one"
+            f"this member has min_members={own}, but the members that it met have min_members={usual}, so "
+            "it was refused and the others continue; start all members with the same value"
         )
         self._refuse([status.min_members != usual for status in statuses], "have other min_members", error)
         if len(statuses) < own:
             if statuses[self._group.control.rank].is_leaving:
                 self._leave()
                 raise LeftError(
-                    f"this member has left the group, in which too few were left ({len(statuses)} of "
-                    f"min_members={own}) to hand over to"
+                    f"this member has left the group, and too few members are left ({len(statuses)} of "
+                    f"min_members={own}) to take over its unsent changes"
                 )
             time.sleep(PAUSE_SECONDS)  # a quorum of too few forms immediately, again and again
             there = "1 member is" if len(statuses) == 1 else f"{len(statuses)} members are"
-            raise TooFewError(f"{there} there, and min_members={own} are needed")
+            raise TooFewError(f"{there} present, but min_members={own} are needed")
 
     def check(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
         """Refuse values that are not finite, and other optimizer settings. Collective if some differ."""
         error = StepError(
-            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
-            "was averaged, and it has left. Find what diverged; started again, it takes the others' model"
+            "this member's parameters, buffers or gradients are not finite (inf or NaN); nothing was "
+            "averaged, and it has left. Find what diverged, then restart it: it receives the others' model"
         )
         self._refuse([not status.is_finite for status in statuses], "are not finite", error)
         # Newcomers receive the others' settings.
@@ -86,12 +86,12 @@ class Admission:
         if not others:
             return
         words = (
-            f"{difference(own, everyone[usual])} at step {statuses[usual].step}, as of a schedule that "
-            "counts each member's own steps; let it go by `steps` of this context, which a member that joins "
-            "takes over"
+            f"{difference(own, everyone[usual])} at step {statuses[usual].step}, as if a schedule counted "
+            "each member's own steps; let the schedule count `steps` of this context, which a joining "
+            "member receives"
         )
         if not self._contributor.tolerates_other_settings:
-            refused = StepError(f"{words}. It was refused and has left, and the others go on")
+            refused = StepError(f"{words}. This member was refused and has left; the others continue")
             self._refuse([rank in others for rank in range(len(statuses))], "have other settings", refused)
         elif self._group.control.rank in others and words != self._warned:
             self._warned = words
@@ -113,8 +113,8 @@ class Admission:
             others = [everyone[texts.index(usual)], described]
             check_same(others, f"{purpose}, of which process 0 is a member")
         except AgreementError as error:
-            refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
-        self._refuse([text != usual for text in texts], "are configured otherwise", refused)
+            refused = AgreementError(f"{error}, and this process, 1, was refused; the others continue")
+        self._refuse([text != usual for text in texts], "have a different configuration", refused)
 
     def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
         """Make some members leave with an error, and the others try again without them."""

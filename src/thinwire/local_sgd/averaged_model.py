@@ -63,8 +63,7 @@ class AveragedModel:
                 raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
             if hasattr(parameter, "to_local") and not self.replica.is_sharded:
                 raise GradientError(
-                    f"{name} is sharded, and was not when LocalSGD was made; call fully_shard before "
-                    "LocalSGD(model)"
+                    f"{name} was sharded after LocalSGD was created; call fully_shard before LocalSGD(model)"
                 )
             averaged.append(Averaged(name, parameter, is_buffer=False))
         if not averaged:
@@ -92,7 +91,7 @@ class AveragedModel:
         group = transport_of(ddp.process_group if ddp is not None and replicas is None else replicas)
         if ddp is not None and getattr(group, "group", None) is not ddp.process_group:
             raise ConfigError(
-                "replicas is not the group of the DDP model; leave it out, or build both with the same one"
+                "replicas differs from the DDP model's group; leave it out, or build both with the same group"
             )
         inner = None if subgroup is None else transport_of(subgroup)
         # Other transports do not say which processes they connect.
@@ -101,7 +100,7 @@ class AveragedModel:
             if local - members:
                 raise ConfigError(
                     f"processes {sorted(local - members)} of the subgroup are not in the process group; "
-                    "make subgroups of it: torch.distributed.new_subgroups(group_size=…)"
+                    "make subgroups within it: torch.distributed.new_subgroups(group_size=…)"
                 )
         return group, inner
 
@@ -147,8 +146,9 @@ class AveragedModel:
         changed = sorted({name for name, _ in self.entered.items() ^ _identities(self.tensors()).items()})
         if changed:
             raise StepError(
-                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
-                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
+                "the model's trainable parameters or buffers have changed since the context was entered: "
+                f"{changed[:4]}; leave it before you freeze, unfreeze, replace or resize any, and enter a "
+                "new one"
             )
 
 
@@ -164,8 +164,8 @@ def _check_values(averaged: Iterable[Averaged]) -> None:
     for item in averaged:
         if item.value.dtype not in DTYPES:
             raise GradientError(
-                f"{item.name} is trained in {item.value.dtype}, which has no mean, expected 16 bits or more; "
-                "keep it in bf16 or fp32, or freeze it: requires_grad_(False)"
+                f"{item.name} is trained in {item.value.dtype}, which can't be averaged, expected 16 bits "
+                "or more; keep it in bf16 or fp32, or freeze it: requires_grad_(False)"
             )
         if item.tensor.is_meta:
             raise AttachError(
@@ -201,7 +201,8 @@ def replica_of(
         return Replica(replicas)
     if has_subgroup:
         raise ConfigError(
-            "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
+            "subgroup can't be combined with a sharded model, whose replicas are its fast groups; leave it "
+            "out"
         )
     replica: Replica = import_module("thinwire.local_sgd.sharded_replica").new_replica(module, replicas)
     return replica

@@ -90,16 +90,18 @@ class Averager(AbstractContextManager[Any]):
     def _check_not_over(self, call: str) -> None:
         """Raise if this member has left, or while the model shows the last average."""
         if self._membership.has_left:
-            raise LeftError(f"{call} came after this member has left its group; end the loop")
+            raise LeftError(f"{call} was called after this member had left its group; end the loop")
         # A step would change the average, and be lost when the model's own values are restored.
         if self._model.shows_average:
-            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
+            raise StepError(
+                f"{call} was called inside averaged(), which shows the last average; leave it first"
+            )
 
     def _check_inside(self, call: str) -> None:
         """Raise outside the context, or if the model has changed."""
         self._check_not_over(call)
         if not self._is_inside:
-            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+            raise StepError(f"{call} was called outside the context; call it inside `with local:`")
         self._model.check_unchanged()
 
     @abstractmethod

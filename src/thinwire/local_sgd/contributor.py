@@ -104,7 +104,7 @@ class Contributor(ABC):
         return {
             **self.engines[0].buckets.described("an averaging", self.device),
             "torch": torch.__version__.partition("+")[0],
-            "optimizer": sent or "each its own",
+            "optimizer": sent or "not sent",
         }
 
     @property
@@ -146,8 +146,8 @@ class Contributor(ABC):
         loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
         if loaded.pending:
             raise StateError(
-                "the state was saved while an average was under way, and members that come and go start from "
-                "an average; save after average()"
+                "the state was saved while an averaging was in progress, but elastic members start from a "
+                "finished average; save after average()"
             )
         return loaded
 
@@ -156,8 +156,8 @@ class Contributor(ABC):
         shared, others, members = self.shared_tensors(), self._tensors_not_averaged(), members_of(loaded)
         if loaded.members is not None and _kinds(members["not_averaged"]) != _kinds(others):
             raise StateError(  # a fixed group's state has no others
-                "the state's not_averaged is of other tensors than this member's model; start the same "
-                "script as the others, or load the state of the same model"
+                "the state's not_averaged has other tensors than this member's model; start the same script "
+                "as the others, or load the state of the same model"
             )
         engine = self.engine_after(loaded.step)
         of_engine = engine.check_state_dict(loaded.sync)

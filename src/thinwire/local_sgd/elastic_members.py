@@ -76,7 +76,7 @@ class Member(Averager):
         """
         membership = self._membership
         if self._model.entered:
-            raise StepError("this context has been entered before; make a new one")
+            raise StepError("this context was already entered; create a new one")
         with ExitStack() as attached:
             attached.callback(membership.leave)
             if self._loaded is not None:
@@ -136,7 +136,7 @@ class Member(Averager):
             StepError: The context was entered already.
         """
         if self._model.entered:
-            raise StepError("load the state before the context is entered")
+            raise StepError("load the state before you enter the context")
         self._loaded = self._contributor.check_state(copy.deepcopy(state))
 
 
@@ -199,8 +199,8 @@ class LocalSGD(ModelAverager, Member):
     ) -> None:
         if (every_steps is None) is (every_seconds is None):
             raise ConfigError(
-                f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
-                "is due after this many steps of a member, or after this long"
+                f"pass either every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: a "
+                "member averages after so many of its steps, or after so many seconds"
             )
         # A minimum, used only to choose the outer momentum.
         every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps
@@ -232,7 +232,7 @@ class LocalSGD(ModelAverager, Member):
         """
         if self._membership.group.weigh_by != "work":
             raise ConfigError(
-                'count_work() is for a group with weigh_by="work"; here all steps count the same'
+                'count_work() needs a group with weigh_by="work"; in this group all steps count the same'
             )
         self._check_inside("count_work()")
         added = float(number("amount", amount, minimum=0))
@@ -350,8 +350,9 @@ def joining(
         others = [it.name for it in tensors if not it.is_buffer and id(it.tensor) not in stepped]
         if others:
             raise ConfigError(
-                f"{len(others)} trainable parameters (e.g. {others[0]!r}) are in no optimizer passed, and a "
-                "member that joins is given the state of these only; pass every optimizer or freeze them"
+                f"{len(others)} trainable parameters (e.g. {others[0]!r}) are in none of the given "
+                "optimizers, so a member that joins would not receive their state; pass every optimizer, or "
+                "freeze them"
             )
     return averaged, optimizers, group
 

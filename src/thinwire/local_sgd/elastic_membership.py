@@ -97,7 +97,9 @@ class ElasticMembership(Membership):
         # Use the flag that the others have read: a member asked to leave later has not handed over anything.
         if self.statuses[self.group.control.rank].is_leaving:
             self.leave()
-            raise LeftError("this member has left the group, and handed over what it had not transmitted")
+            raise LeftError(
+                "this member has left the group, after it handed its unsent changes to the others"
+            )
 
     def save(self) -> dict[str, Any]:
         """Return the engine's state, with the mean residual of all present members. Collective."""
@@ -148,13 +150,13 @@ class ElasticMembership(Membership):
                 self.stats.retries += not isinstance(error, TooFewError)
                 if str(error) != logged:  # waiting raises the same error again and again
                     logged, waits = str(error), isinstance(error, TooFewError)
-                    happens = "waiting for more members" if waits else "an averaging failed and is repeated"
+                    happens = "waiting for more members" if waits else "an averaging failed and is retried"
                     logger.warning("%s: %s", happens, error)
                 if group.broadcast_scalar(now >= give_up_at):
                     raise CommunicationError(
-                        f"no averaging has succeeded in {group.wait_seconds:g} s, the last because: {error}. "
-                        "Nothing was averaged; see whether the lighthouse and at least "
-                        f"min_members={group.min_members} members are there"
+                        f"no averaging succeeded within {group.wait_seconds:g} s; the last error: {error}. "
+                        "Nothing was averaged; check the lighthouse, and that at least "
+                        f"min_members={group.min_members} members are running"
                     ) from error
 
     def _start(self) -> None:
@@ -308,7 +310,9 @@ class ElasticMembership(Membership):
             if statuses[self.group.control.rank].lineage != kept:
                 self.group.received = None
                 self.group.reset()
-            raise TryAgainError("members come from different averagings, and some must start from the others")
+            raise TryAgainError(
+                "members come from different averagings, so some must restart from the others' state"
+            )
         return statuses
 
     def _resolve_doubt(self, *, was_committed: bool) -> None:
@@ -328,7 +332,7 @@ class ElasticMembership(Membership):
         # If a run resumes, the members that continued before this one have its residual.
         if self.lineage and self._error_members:
             owed = f", and its residual of norm {lost:g} is lost" if lost else ""
-            logger.warning("this member was away: it starts from the others%s", owed)
+            logger.warning("this member was away, so it restarts from the others' state%s", owed)
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
         self.lineage, self.commits = lineage_of(received), received["members"]["commits"]
@@ -363,7 +367,7 @@ class ElasticMembership(Membership):
             except CommunicationError as error:
                 # No message can follow a failed one, so the residuals of the other leavers are lost, too.
                 logger.warning(
-                    "the residuals of %d members that leave are lost: %s", len(leavers[number:]), error
+                    "the residuals of %d leaving members are lost: %s", len(leavers[number:]), error
                 )
                 self.stats.lost_error += sum(statuses[rank].error_norm for rank in leavers[number:])
                 return

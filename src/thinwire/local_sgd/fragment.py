@@ -203,8 +203,9 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
     num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
     if num_fragments > num_layers:
         raise ConfigError(
-            f"fragments={num_fragments} is more than the layers that the model trains, {num_layers} "
-            f"({', '.join(list(layers)[:4])} …); a layer is averaged as a whole, so take at most as many"
+            f"fragments={num_fragments} is more than the model's trained layers, {num_layers} "
+            f"({', '.join(list(layers)[:4])} …); each layer is averaged as a whole, so take at most "
+            f"{num_layers}"
         )
     sizes = [0] * num_fragments  # in bytes
     fragment_of: dict[str, int] = {}

@@ -52,7 +52,7 @@ def checked_optimizers(
         _check_sends_nothing(inner, is_sharded=is_sharded)
         if not takes_step_hooks(inner):
             raise ConfigError(
-                f"{type(inner).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
+                f"{type(inner).__name__} wraps an optimizer and takes no hooks; pass the wrapped optimizer"
             )
         held = set(map(id, parameters_of(inner)))
         if not held & {id(parameter.tensor) for parameter in averaged}:
@@ -64,8 +64,8 @@ def checked_optimizers(
         foreign = len(held - set(map(id, module.parameters())))
         if foreign:
             raise ConfigError(
-                f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
-                "averaged; put all that is trained into one module and pass that"
+                f"the optimizer holds {foreign} parameters that are not the model's, so they would never be "
+                "averaged; put everything that is trained into one module, and pass that module"
             )
     if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
         raise ConfigError(f"expected one optimizer or several, each once, got {list(optimizers)}")
@@ -90,8 +90,8 @@ def _check_sends_nothing(optimizer: torch.optim.Optimizer, *, is_sharded: bool) 
 def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigError:
     return ConfigError(
         f"{type(optimizer).__name__} communicates in its step{seen}, which would replace the averaging of "
-        "models; pass one that does not, such as torch.optim.AdamW or Muon, or average gradients with "
-        "thinwire.attach"
+        "models; pass an optimizer that does not, such as torch.optim.AdamW or Muon, or average gradients "
+        "with thinwire.attach"
     )
 
 
@@ -155,8 +155,9 @@ class CopiesOfWeights:
                 if min(distances) < MAX_DISTANCE:
                     raise ConfigError(
                         f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
-                        "next step would undo the average; pass one that keeps none (of 16-bit weights: keep "
-                        "the model in fp32, with torch.autocast), or use thinwire.attach"
+                        "next step would undo the average; pass an optimizer without such a copy (instead "
+                        "of 16-bit weights, keep the model in fp32, with torch.autocast), or use "
+                        "thinwire.attach"
                     )
 
 
@@ -287,7 +288,7 @@ def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequenc
     """Load states as returned by `state_of_shards`: into all optimizers, or none."""
     if len(states) != len(optimizers):
         raise StateError(
-            f"the state is of {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
+            f"the state has {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
             "the others"
         )
     before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
@@ -295,7 +296,7 @@ def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequenc
         try:
             # Loading does not check them; the next step would fail.
             if not all(isinstance(values, Mapping) for values in state["state"].values()):
-                raise TypeError("it has a parameter's state that is no mapping")
+                raise TypeError("a parameter's state is not a mapping")
             parameters = parameters_of(optimizer)
             held = {number: _as_held(values, parameters[number]) for number, values in state["state"].items()}
             optimizer.load_state_dict({**state, "state": held})
@@ -303,7 +304,7 @@ def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequenc
             for restored, (state_before, groups) in zip(optimizers, before, strict=True):
                 restored.state, restored.param_groups = state_before, groups
             raise StateError(
-                f"the state is of a different {type(optimizer).__name__} than this member's: {error}"
+                f"the state can't be loaded into this member's {type(optimizer).__name__}: {error}"
             ) from error
 
 

@@ -144,8 +144,8 @@ class LocalSGD(ModelAverager, Joinable):
         model, engines, membership = self._model, self._engines, self._membership
         if model.entered:
             raise StepError(
-                "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
-                "with load_state_dict(state_dict())"
+                "this LocalSGD was already entered; create a new one, and pass on its state with "
+                "load_state_dict(state_dict())"
             )
         self._check_copies()  # before models are made equal: each copy is of its process's own model
         averaged, group = model.tensors(), engines.main.transport
@@ -246,21 +246,21 @@ class LocalSGD(ModelAverager, Joinable):
             ConfigError: Division by contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
-            raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
+            raise StepError("enter LocalSGD before the join context: `with local, thinwire.join(local):`")
         if self._model.ddp is not None:
             raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
         if self._model.replica.is_sharded:
             raise AttachError(
-                "a sharded model can't be joined: FSDP2 needs all processes of a replica in every pass; give "
-                "all processes as many batches"
+                "a sharded model can't be joined: FSDP2 needs all processes of a replica in every pass; "
+                "give all processes the same number of batches"
             )
         by_contributors, schedule = not options.get("divide_by_initial_world_size", True), self._schedule
         if by_contributors and schedule.has_subgroup:
-            raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
+            raise ConfigError("with a subgroup, join needs divide_by_initial_world_size=True")
         if by_contributors and (schedule.streaming.fragments > 1 or schedule.streaming.delay_steps):
             raise ConfigError(
-                "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
-                "way before it is known who contributes to it"
+                "with fragments or delay_steps, join needs divide_by_initial_world_size=True: changes are "
+                "sent before the contributing processes are known"
             )
         self._contributor.weigh_by = "contributors" if by_contributors else "members"
         return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
@@ -305,7 +305,9 @@ class LocalSGD(ModelAverager, Joinable):
         """
         model, pending, warmup = self._model, self._membership.pending, self._schedule.warmup
         if not model.entered:
-            raise StepError("there is nothing to save before the context is entered: with local: …")
+            raise StepError(
+                "there is nothing to save before the context is entered; enter it first: `with local:`"
+            )
         # An algorithm's memory is final only when its step has ended.
         if pending is not None and not pending.is_done:
             with self._collective("state_dict()"):
@@ -344,7 +346,7 @@ class LocalSGD(ModelAverager, Joinable):
             StepError: The context was entered already.
         """
         if self._model.entered:
-            raise StepError("load the state before the context is entered")
+            raise StepError("load the state before you enter the context")
         replica, num_fragments = self._model.replica, self._schedule.streaming.fragments
         shapes = [
             {tensor.name: replica.shape_of(tensor.name, tensor.value) for tensor in part}

@@ -139,7 +139,7 @@ def count_changes(
             continue
         stats.losses += 1
         stats.lost_error += gone.error_norm
-        norm = f", and with it a residual of norm {gone.error_norm:g}, as last known"
-        logger.warning("a member has vanished after step %d%s", gone.step, norm if gone.error_norm else "")
+        norm = f", and its residual is lost (norm {gone.error_norm:g} when last seen)"
+        logger.warning("a member vanished after step %d%s", gone.step, norm if gone.error_norm else "")
     if before:
         stats.joins += len(members - {status.member for status in before})

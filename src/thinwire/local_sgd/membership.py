@@ -97,11 +97,11 @@ class StaticMembership(Membership):
         # The plan is for the parameters trained then. Messages of different lengths would crash the process;
         # with equal lengths, different parameters would be averaged with each other.
         others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})[:4]
-        self._agree({"parameters that have changed since LocalSGD was made:": str(others)} if others else {})
+        self._agree({"parameters that changed since LocalSGD was created:": str(others)} if others else {})
         if others:
             raise StepError(
-                "the model's trainable parameters or buffers are others than when this "
-                f"{name} was made: {others}; freeze, unfreeze or convert them first, then make it"
+                f"the model's trainable parameters or buffers have changed since this {name} was created: "
+                f"{others}; freeze, unfreeze or convert them first, then create it"
             )
 
     def agree_on_settings(self, loaded: LoadedState | None) -> None:
@@ -262,13 +262,17 @@ class StaticMembership(Membership):
         rows = gather_numbers([float(fragments.checksum())], self._transport, purpose)
         if not self._on_all_shards(rows == rows[:1] * len(rows), purpose):
             raise StepError(
-                "parameters have changed since the last averaging without a step of an optimizer passed, and "
-                "not on all ranks alike; nothing was averaged. Pass all optimizers; load alike on all ranks"
+                "parameters changed since the last averaging without a step of a given optimizer, and not "
+                "equally on all ranks; nothing was averaged. Pass all optimizers; load the same state on "
+                "all ranks"
             )
         for fragment in fragments:
             fragment.set_last(buffers=False)
         self._contributor.model.loads.forget()
-        logger.info("parameters that have changed without a step, on all processes alike, are taken over")
+        logger.info(
+            "parameters changed without an optimizer step, equally on all processes: they become the last "
+            "average"
+        )
 
     def _on_all_shards(self, is_true: bool, purpose: str) -> bool:
         return bool(true_for_all(torch.tensor(is_true), self._contributor.model.replica.inside, purpose))
@@ -352,8 +356,8 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
     others = [rank for rank, status in enumerate(statuses) if status.outer_settings != usual]
     if others:
         raise StepError(
-            f"the outer optimizer of rank {_listed(others)} is set otherwise than the others'; nothing was "
-            "averaged. Step a schedule of local.outer on all processes alike"
+            f"rank {_listed(others)} has other settings of the outer optimizer than the other ranks; "
+            "nothing was averaged. Step a scheduler of local.outer on all ranks alike"
         )
 
 

@@ -209,7 +209,7 @@ class ModelChanges(Contributor):
             # This is fine while this member, or another, joins: it contributes next time.
             if self.steps > self._turn_began and not may_be_empty:
                 raise StepError(
-                    "no member has counted any work since the last averaging, so nothing was averaged: call "
+                    "no member counted any work since the last averaging, so nothing was averaged; call "
                     "count_work() before optimizer.step()"
                 )
             return

@@ -103,7 +103,7 @@ def check_outer(outer: object) -> None:
     """Raise if `outer` does not make an outer optimizer."""
     if outer is not None and not isinstance(outer, Nesterov) and not callable(outer):
         raise ConfigError(
-            "outer must be a thinwire.Nesterov or a function that makes an optimizer, got "
+            "outer must be a thinwire.Nesterov or a function that returns an optimizer, got "
             f"{shown(outer)}; {OUTER_EXAMPLE}"
         )
 
@@ -119,11 +119,12 @@ def new_outer(
         return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
-        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
+        raise ConfigError(f"outer must return a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
     # A missing parameter would never change, nor would the model's: all steps on it would be lost.
     if set(map(id, parameters_of(outer))) != set(map(id, parameters)):
         raise ConfigError(
-            f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
+            "outer must return an optimizer of all the tensors that it is given and no others; "
+            f"{OUTER_EXAMPLE}"
         )
     return outer
 
@@ -134,9 +135,9 @@ def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, 
         return
     if any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups):
         warnings.warn(
-            f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
-            "moves it on in all the steps in which nothing was sent of it; "
-            "leave momentum out: outer=thinwire.Nesterov(lr=1, momentum=0)",
+            f"the outer optimizer has momentum, but {algorithm} sends an entry only now and then: momentum "
+            "keeps moving that entry in all the steps in which it was not sent; leave momentum out: "
+            "outer=thinwire.Nesterov(lr=1, momentum=0)",
             stacklevel=stacklevel + 1,
         )
 

@@ -75,11 +75,11 @@ class PendingAverage(Generic[Part]):
         if not committed or not are_finite(self.changes, together):
             # Memory was written before the means were converted to the model's dtype.
             residual_moved = committed and self._engine.state.memory_bytes() > 0
-            became = "No model has moved, but the residual has: load a checkpoint"
+            became = "No model has changed, but the residual has: load a checkpoint"
             raise StepError(
-                f"the averaged {self._subject} overflowed the type it travels in, on all alike. "
+                f"the averaged {self._subject} overflowed the dtype it is sent in, on all processes. "
                 f"{became if residual_moved else 'Nothing was averaged'}; average more often, or choose a "
-                "wider type"
+                "wider dtype"
             )
         # Last: if anything above raised, the step must still be abandoned.
         self._step = None

@@ -78,17 +78,20 @@ def checked_state(
         num_saved = len(loaded.sent_after)
         if loaded.pending and num_saved != len(shapes):
             raise StateError(
-                f"the state was saved while one of {num_saved} fragments was under way, and here are "
+                f"the state was saved during an averaging of one of {num_saved} fragments, but this run has "
                 f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
             )
         _check_tensors("last_average", loaded.last_average, dict(chain(*(part.items() for part in shapes))))
         for number, means in loaded.pending:
             _check_tensors(f"in_flight of fragment {number}", means, shapes[number])
     if loaded.outer is not None and not has_outer:
-        raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
+        raise StateError(
+            "the state includes an outer optimizer's state; pass the same outer= as when it was saved"
+        )
     if loaded.warmup is not None and not has_warmup:
         raise StateError(
-            "the state was saved in a warm-up with its own algorithm; pass warmup= as when it was saved"
+            "the state was saved in a warm-up with its own algorithm; pass the same warmup= as when it was "
+            "saved"
         )
     return loaded
 
@@ -113,8 +116,8 @@ def _check_tensors(key: str, tensors: Tensors, shapes: Mapping[str, tuple[int, .
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name] or tensor.dtype not in DTYPES:
             raise StateError(
-                f"the state's {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating "
-                f"numbers of shape {shapes[name]}; load the state of the same model"
+                f"the state's {name} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}, expected a "
+                f"floating dtype and shape {shapes[name]}; load the state of the same model"
             )
     check_finite(key, tensors)  # the first averaging would spread it to every process's model
 
@@ -135,7 +138,7 @@ def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
         except Exception as error:  # optimizers raise all kinds of errors
             raise StateError(
                 f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load "
-                "an earlier one, or pass outer= as when it was saved"
+                "an earlier state, or pass the same outer= as when it was saved"
             ) from error
         _load_outer(outer, fragments.lasts, model.replica, loaded.outer)  # undo the trial step
     # Saved with a different number of fragments: assume that all have waited as long as the longest.
@@ -177,11 +180,11 @@ def _load_outer(
     except KeyError as error:
         missing = list(error.args)
     except ValueError as error:
-        raise StateError(f"the state is of a different outer optimizer: {error}") from error
+        raise StateError(f"the state is from a different outer optimizer: {error}") from error
     if missing:
         raise StateError(
-            f"the state is of a different outer optimizer: it has no {', '.join(missing)}, which "
-            f"{type(outer).__name__} needs; pass outer= as when it was saved"
+            f"the state is from a different outer optimizer: it has no {', '.join(missing)}, which "
+            f"{type(outer).__name__} needs; pass the same outer= as when it was saved"
         )
 
 

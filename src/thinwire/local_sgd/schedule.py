@@ -91,8 +91,8 @@ class Warmup:
         object.__setattr__(self, "steps", whole_count("steps", self.steps, minimum=0))
         if self.algorithm is not None and not self.steps:
             raise ConfigError(
-                f"algorithm={self.algorithm} is for the warm-up, which has 0 steps; say how many it has, or "
-                "leave it out"
+                f"algorithm={self.algorithm} is for the warm-up, which has 0 steps; set its number of "
+                "steps, or leave algorithm out"
             )
 
     __repr__ = written
@@ -130,20 +130,20 @@ class Schedule:
                 raise ConfigError(f"every_seconds must be above 0 and finite, got {self.every_seconds!r}")
             if delay_steps:
                 raise ConfigError(
-                    f"delay_steps={delay_steps} counts steps, of which members make different numbers in "
-                    "every_seconds; use fragments for shorter messages"
+                    f"delay_steps={delay_steps} can't be combined with every_seconds, in which members make "
+                    "different numbers of steps; use fragments for shorter messages"
                 )
         if fragments > every_steps:
             raise ConfigError(
-                f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
-                "separate step, so take at most as many"
+                f"fragments={fragments} is more than every_steps={every_steps}; each fragment is averaged "
+                f"after a separate step, so take at most {every_steps}"
             )
         # At most one average is pending.
         if delay_steps * fragments >= every_steps:
             longest = (every_steps - 1) // fragments
             raise ConfigError(
-                f"delay_steps={delay_steps} does not go with every_steps={every_steps} / "
-                f"fragments={fragments}: an average must be there before the next one is sent; take "
+                f"delay_steps={delay_steps} can't be combined with every_steps={every_steps} / "
+                f"fragments={fragments}: an average must arrive before the next one is sent; take "
                 f"delay_steps={longest} or less"
             )
 
@@ -153,13 +153,13 @@ class Schedule:
         on_nonfinite = checked_on_nonfinite(self.warmup.on_nonfinite, grad_scaler)
         if on_nonfinite != "nan" and not self.has_ddp:
             raise ConfigError(
-                f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
+                f'on_nonfinite="{on_nonfinite}" is for gradients that a DDP model averages, but this model '
                 "is a plain module, whose parameters are averaged; leave it out"
             )
         if on_nonfinite == "raise" and self.has_subgroup:
             raise ConfigError(
-                'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
-                'raise; use "zero"'
+                'on_nonfinite="raise" can\'t be combined with a subgroup: processes of other subgroups '
+                'would not raise; use "zero"'
             )
 
     def __str__(self) -> str:

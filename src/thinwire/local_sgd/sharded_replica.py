@@ -33,8 +33,8 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
     meshes = list({str(mesh.mesh.tolist()): mesh for mesh in laid_out}.values())  # each once
     if any(map(attached_to, parameters)):
         raise AttachError(
-            "the model is attached already: its gradients are averaged in every step, so averaging models "
-            "would change nothing; leave out one of the two"
+            "the model is already attached: its gradients are averaged in every step, so averaging models "
+            "would change nothing; use only one of the two"
         )
     show_shards = partial(reshard, module) if is_fsdp2(module) else bool
     if replicas is None or (is_fsdp2(module) and _saves_whole(module, replicas, meshes)):
@@ -42,8 +42,8 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
         mesh = sharded.mesh_of_shards()
         if sharded.is_replicated:
             raise AttachError(
-                "replicate averages this model's gradients in every step; pass the plain module instead, "
-                "without replicate"
+                "replicate averages this model's gradients in every step; pass the plain module, without "
+                "replicate"
             )
         if not isinstance(replicas, Transport):
             replicas = replicas_of(sharded, replicas)
@@ -60,9 +60,8 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
         shared = sorted(set(dist.get_process_group_ranks(replicas)) & {*inner})
         if len(shared) != 1:
             raise AttachError(
-                f"the replicas given share the processes {shared} with this replica, {inner}, which hold "
-                "different parts of it; expected those that hold the same part, such as "
-                'mesh["replicate"]'
+                f"replicas shares the processes {shared} with this replica, {inner}, which hold different "
+                'parts of it; pass those that hold the same part, such as mesh["replicate"]'
             )
     replica = Replica(replicas, is_sharded=True, saves_parts=True, show_shards=show_shards)
     if len(inner) > 1:
@@ -105,8 +104,8 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
         names, name = root.mesh_dim_names or (), (replicas.mesh_dim_names or ("",))[0]
         if replicas.ndim != 1:
             raise AttachError(
-                f"expected one dimension of the mesh, that of the replicas, got {replicas.mesh_dim_names}; "
-                'such as mesh["replicate"]'
+                f"expected the mesh dimension of the replicas alone, got {replicas.mesh_dim_names}; pass "
+                'one such as mesh["replicate"]'
             )
         if name in names:
             dim = names.index(name)

@@ -175,7 +175,7 @@ class Gradients(Contributor):
             if self.work is not None and not may_be_empty:
                 raise StepError(
                     "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
-                    "of the gradients, or leave the step out on all"
+                    "of the gradients, or skip the step on all members"
                 )
             return
         for parameter, mean in self._parts(pending.changes[self._buckets]):

@@ -24,8 +24,8 @@ from thinwire.torch_private import comm_hooks, not_compiled
 logger = logging.getLogger(__name__)
 
 LOADED = (
-    "load_state_dict() of the model was called inside the context, as if steps had learnt it; load before "
-    "you enter, or call average() on all processes before and after (not in an elastic group)"
+    "load_state_dict() of the model was called inside the context, so it would count as training; load "
+    "before you enter, or call average() on all processes before and after (not in an elastic group)"
 )
 
 
@@ -136,8 +136,8 @@ def telling_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
         if {*members} <= {*theirs}:
             told.append(ddp)
             logger.warning(
-                "DDP averages the gradients of this model in every step, so LocalSGD saves nothing: give it "
-                "the DDP model in place of its module, or train inside model.no_sync()"
+                "DDP averages the gradients of this model in every step, so LocalSGD saves nothing: pass "
+                "LocalSGD the DDP model instead of its module, or train inside model.no_sync()"
             )
 
     with ExitStack() as attached:
@@ -153,19 +153,19 @@ def check_ddp(model: DistributedDataParallel) -> None:
     states = [state for _, state in comm_hooks(model) if not isinstance(state, DetachedAdapter)]
     if any(not isinstance(state, Switch) or state.taken_by == ATTACHED for state in states):
         raise AttachError(
-            "the DDP model has a communication hook already, and DDP allows one only; pass LocalSGD a DDP "
-            "model without one (it registers its own), or the plain module instead of the DDP model"
+            "the DDP model already has a communication hook, and DDP allows only one; pass LocalSGD a DDP "
+            "model without a hook (it registers its own), or the plain module"
         )
     # DDP would broadcast its buffers to all processes in every pass, between averagings too.
     if model.broadcast_buffers and any(True for _ in model.module.buffers()):
         option = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers"
         raise AttachError(
-            "this DDP model sends its buffers to all processes at every forward pass; build it with "
-            f"{option}=False (LocalSGD averages them)"
+            f"this DDP model broadcasts its buffers in every forward pass; build it with {option}=False "
+            "(LocalSGD averages them)"
         )
     check_options(model)
     if model.find_unused_parameters:
         raise AttachError(
-            "find_unused_parameters=True makes DDP ask all processes at every step; build the DDP model "
-            "without it, or pass the plain module instead of the DDP model"
+            "find_unused_parameters=True makes DDP communicate in every step; build the DDP model without "
+            "it, or pass the plain module instead of the DDP model"
         )

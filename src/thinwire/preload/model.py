@@ -96,7 +96,10 @@ class _Votes:
             store.wait(list(keys.values()), timedelta(seconds=seconds))
         except (RuntimeError, dist.DistStoreError):
             missing = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
-            return f"processes {missing} were not started with thinwire attach; type the same line everywhere"
+            return (
+                f"processes {missing} were not started with thinwire attach; start all of them with the "
+                "same command"
+            )
         answers = {rank: store.get(key).decode() for rank, key in keys.items()}
         others = [f"process {rank}: {other}" for rank, other in answers.items() if other != answer]
         return f"processes differ: process {here}: {answer}; {others[0]}" if others else ""
@@ -141,9 +144,12 @@ def _why_not(model: DistributedDataParallel) -> str:
     if is_ours:
         return BY_ITSELF
     if name:
-        return f"it has the communication hook {name}; leave that out of your settings to use Thinwire's"
+        return (
+            f"it already has the communication hook {name}; remove that hook from your settings to use "
+            "Thinwire's"
+        )
     if dist.get_world_size(model.process_group) == 1:
-        return "this is one process, in a group of its own"
+        return "this process is alone in its group"
     return ""
 
 
@@ -157,8 +163,8 @@ def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     optimizer = next((found for found in living(torch.optim.Optimizer) if _trains(found, owned)), None)
     if optimizer is None:
         raise AttachError(
-            "no optimizer trains this model yet, and auto needs to know it; build it before the first "
-            "forward pass, or name an algorithm"
+            "auto needs this model's optimizer, but none trains it yet; build the optimizer before the "
+            "first forward pass, or name an algorithm"
         )
     return averaging(model, optimizer, **settings).sync
 
@@ -200,7 +206,7 @@ class _Run:
         try:
             load_local(self._sync, self._folder)
         except StateError as error:
-            return f"{error}; remove {self._folder} to begin with nothing remembered"
+            return f"{error}; remove {self._folder} to start without saved state"
         return f"step {self._sync.steps}"
 
     def begin(self) -> None:
@@ -211,8 +217,8 @@ class _Run:
         if self._folder is None:
             if self._is_first and self._sync.algorithm.remembers:
                 _say(
-                    f"{self._sync.algorithm} remembers what it has not sent yet, and your checkpoints lack "
-                    "that; --checkpoint DIR saves it"
+                    f"{self._sync.algorithm} remembers what it has not sent yet, but your checkpoints do not "
+                    "contain it; --checkpoint DIR saves it"
                 )
         # In Python, only the main thread can handle signals.
         elif (

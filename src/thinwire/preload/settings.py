@@ -38,7 +38,10 @@ class Options:
 
     def __post_init__(self) -> None:
         if not isinstance(averaging_of(self.algorithm), Algorithm) and self.checkpoint is not None:
-            raise ConfigError("auto with a checkpoint: auto chooses again in each run; leave one of both out")
+            raise ConfigError(
+                "auto can't be combined with a checkpoint, since auto chooses again in each run; leave out "
+                "one of them"
+            )
 
     def environment(self) -> dict[str, str]:
         """Return the variables from which `of` reads these options in another process."""

@@ -95,8 +95,8 @@ def compare_streams(counts: Sequence[int], measured: Probe) -> dict[int, float]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if not interface or measured.backend != "gloo":
         raise ConfigError(
-            "streams compares connections of Gloo over one network interface: set GLOO_SOCKET_IFNAME=eth0, "
-            "or your interface's name, on every machine"
+            "streams compares numbers of Gloo connections over one network interface; set "
+            "GLOO_SOCKET_IFNAME=eth0, or your interface's name, on every machine"
         )
     # A tenth of a second each, so that latency is a small part of it.
     message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, measured.known_rate() / 10))) // 4 * 4

@@ -74,7 +74,7 @@ def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
         dispatch.backends = known
     if "milliseconds" in row:
         cost = f"{row['milliseconds']:.2f} ms a step"
-    return f"a training would end there; without {package} PyTorch's kernels serve, {cost}"
+    return f"a training would end there; without {package} PyTorch's kernels are used, {cost}"
 
 
 def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:

@@ -177,8 +177,8 @@ class Engine:
         """Raise if the step was not committed and the user wants an error then."""
         if not committed and self.settings.on_nonfinite == "raise":
             raise NonfiniteError(
-                f"step {self.steps - 1}: the mean gradients are not finite; the error memory is as before, "
-                "on all processes alike. Take no optimizer step; go on with the next batch, or end the run"
+                f"step {self.steps - 1}: the mean gradients are not finite; the residual is unchanged, on "
+                "all processes. Take no optimizer step; continue with the next batch, or end the run"
             )
 
     def abandon(self) -> None:
@@ -192,9 +192,9 @@ class Engine:
         """Raise after a step that has written memory, but whose means did not arrive."""
         if self.state.torn:
             raise StepError(
-                f"{call} was called after {self.state.torn} had failed when its error memory was written "
-                "already, and its means had not come to all processes; load_state_dict() of the last "
-                "checkpoint, on all processes"
+                f"{call} was called after {self.state.torn} had written the residual, but failed before its "
+                "means reached all processes; call load_state_dict() with the last checkpoint, on all "
+                "processes"
             )
 
     def check_between_steps(self, call: str, *, also_dry: bool = True) -> None:
@@ -207,7 +207,8 @@ class Engine:
             )
         if also_dry and self.num_dry:
             raise StepError(
-                f"{call} was called inside dry(), at whose end memory is put back; call it outside"
+                f"{call} was called inside dry(), which restores the algorithm's state at its end; call it "
+                "outside dry()"
             )
 
     def regroup(self, error_scale: float = 1.0) -> None:

@@ -219,7 +219,7 @@ class GradientSync:
         def keep() -> None:
             nonlocal go_back
             if is_over:
-                raise StepError("keep() was called after its dry() had ended; call it inside")
+                raise StepError("keep() was called after its dry() had ended; call it inside dry()")
             go_back = None
 
         engine.num_dry += 1
@@ -252,8 +252,8 @@ class GradientSync:
         """
         if self._detach is None:
             raise AttachError(
-                "there is nothing to take off: only what attach returned is detached, and once; a hook that "
-                "you have registered yourself stays, so build a new DDP model"
+                "there is nothing to detach: only attach's result can be detached, and only once; a hook "
+                "that you registered yourself can't be removed, so build a new DDP model"
             )
         self._engine.check_between_steps("detach()")
         self._detach()
@@ -263,8 +263,8 @@ class GradientSync:
 def not_copied(what: str) -> StateError:
     """Return the error to raise if an object that communicates is pickled or deep-copied."""
     return StateError(
-        f"{what} sends messages, so it can't be pickled or copied; save what its state_dict() returns, make "
-        "a new one for a different model, and keep it out of modules that are copied"
+        f"{what} sends messages, so it can't be pickled or copied; save its state_dict(), create a new one "
+        "for another model, and keep it out of modules that are copied"
     )
 
 

@@ -113,8 +113,8 @@ class Reporter:
                 'one, pass it as grad_scaler=; if not, choose on_nonfinite="zero" or "raise"',
             )
         words = (
-            "within %d steps, the mean gradients of one were not finite, and became %s on all processes; the "
-            "error memory stayed as it was. %s. This is not said again"
+            "one of the first %d steps had mean gradients that were not finite: they became %s on all "
+            "processes, and the residual is unchanged. %s. This warning appears only once"
         )
         logger.warning(words, self.steps, became, then)
 

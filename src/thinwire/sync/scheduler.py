@@ -48,8 +48,8 @@ class Task:
         self.bucket = bucket  # its first parameter
         if not isinstance(requests, Generator):
             raise ConfigError(
-                f"a plan has returned {type(requests).__name__}, expected a generator; yield each "
-                "request, and Commit as the last one"
+                f"a plan returned {type(requests).__name__}, expected a generator; yield each request, and "
+                "Commit as the last one"
             )
         self.requests = requests
         # The request at which it is suspended; None at its end.
@@ -68,13 +68,13 @@ class Task:
                 return
             # Without a commit it has written memory whether or not the step was healthy.
             raise ConfigError(
-                "a plan's run has ended without Commit, expected it as the last request; yield "
-                "Commit(lambda: all_finite(…)) before memory is written"
+                "a plan's run ended without Commit, expected it as the last request; yield Commit(lambda: "
+                "all_finite(…)) before you write memory"
             ) from None
         # A message after the commit could fail when other buckets have already written their memory.
         if self.is_committed and not isinstance(self.request, Jointly):
             raise ConfigError(
-                f"a plan's run has asked for {self.request!r} behind its Commit, expected its end"
+                f"a plan's run requested {self.request!r} after its Commit; yield Commit as the last request"
             )
         if isinstance(self.request, Commit):
             self.gate = self.request
@@ -278,7 +278,7 @@ def _one_bool(answer: object) -> torch.Tensor:
     if isinstance(answer, torch.Tensor):
         got = f"{answer.dtype} of shape {tuple(answer.shape)}"
     raise ConfigError(
-        f"a Commit's function has returned {got}, expected a tensor of one bool; such as all_finite(mean)"
+        f"a Commit's function returned {got}, expected a tensor of one bool; such as all_finite(mean)"
     )
 
 
@@ -301,7 +301,7 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
         results = list(function(items) or [None] * len(items))
         if len(results) != len(items):
             raise ConfigError(
-                f"a function of Jointly has returned {len(results)} results, expected one for each of its "
+                f"a function of Jointly returned {len(results)} results, expected one for each of its "
                 f"{len(items)} items"
             )
         for task, count in served:
@@ -373,8 +373,8 @@ def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRe
     name = getattr(asker, "__qualname__", "an algorithm")
     if not isinstance(request, CollectiveRequest):
         raise ConfigError(
-            f"{name} has asked for {request!r}, expected Mean, AllGather or AllToAll, of which several "
-            "may stand in a tuple; or, alone, Jointly or Commit"
+            f"{name} requested {request!r}, expected Mean, AllGather or AllToAll, or several of them in a "
+            "tuple, or a single Jointly or Commit"
         )
     tensor: object = request.tensor
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -390,4 +390,4 @@ def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRe
         wrong = f"{tensor.dtype}, expected a floating type; AllGather and AllToAll carry every type"
     else:
         return request
-    raise ConfigError(f"{name} has asked for {type(request).__name__} of {wrong}")
+    raise ConfigError(f"{name} requested {type(request).__name__} of {wrong}")

@@ -100,11 +100,11 @@ class Settings:
         if self.host_check != "auto":  # NumPy's bools, 1 and 0 are accepted, too
             object.__setattr__(self, "host_check", bool(self.host_check))
         checked_on_nonfinite(self.on_nonfinite)
-        other = 'on_nonfinite="raise": the host can\'t raise what it does not learn'
+        other = 'on_nonfinite="raise": the host can\'t raise an error that it does not see'
         if self.may_be_unused:
-            other = "find_unused_parameters=True: which parameters are unused is the host's to find out"
+            other = "find_unused_parameters=True: the host must find out which parameters are unused"
         if not self.host_check and (self.may_be_unused or self.on_nonfinite == "raise"):
-            raise ConfigError(f"host_check=False does not go with {other}; leave out one of them")
+            raise ConfigError(f"host_check=False can't be combined with {other}; leave out one of them")
 
     def resolved(self, algorithm: Algorithm, device: torch.device) -> Settings:
         """Return these with "auto" resolved, from facts that are the same on all processes and shards."""

@@ -143,8 +143,8 @@ def _check_slot(
         listed, is_listed = shapes.get(label, "nothing"), shapes.keys() >= names_in(label)
         if not is_listed or (slot.is_elementwise and listed != tensor.shape):
             raise StateError(
-                f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of parameters "
-                f"says {listed}; {EARLIER}"
+                f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, but its list of "
+                f"parameters says {listed}; {EARLIER}"
             )
         # A shard's whole shape is not listed.
         if slot.check is not None and SHARD_MARK not in label:
@@ -161,7 +161,7 @@ def damage_named() -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(
-            f"the state can't be read, {type(error).__name__}: {error}; load one as state_dict() made it"
+            f"the state can't be read, {type(error).__name__}: {error}; pass what state_dict() returned"
         ) from error
 
 
@@ -173,7 +173,9 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
         # From the state itself: the slot may belong to an algorithm that is not in use; it is kept anyway.
         slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
         if known.get(name, slot) != slot:
-            raise StateError(f"the state has a {name} of a different kind than this Thinwire's; {EARLIER}")
+            raise StateError(
+                f"the state's {name} is of a different kind than in this version of Thinwire; {EARLIER}"
+            )
         slots[known.get(name, slot)] = {label: _copied(tensor) for label, tensor in state[name]}
     cuts: Cuts = {}
     for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
@@ -199,7 +201,7 @@ def position_of(state: Mapping[str, Any]) -> Position | None:
     machines = layout["machines"] and tuple(map(tuple, layout["machines"]))
     position = Position(rank, world_size, local_rank, local_size, machines)
     if not (0 <= rank < world_size and 0 <= local_rank < local_size) or world_size % local_size:
-        raise StateError(f"the state is of {position}, which can't be; {EARLIER}")
+        raise StateError(f"the state says that it was saved by {position}, which is impossible; {EARLIER}")
     return position
 
 
@@ -250,8 +252,8 @@ def check_kind(state: object, keys: Set[str], made_by: str) -> None:
         raise StateError(f"expected a state made by {made_by}, got {_kind(state)}")
     if not isinstance(state["version"], int) or state["version"] not in (FORMAT_0_2, FORMAT):
         raise StateError(
-            f"the state is of version {state['version']!r}, this Thinwire reads version {FORMAT} and 0.2's; "
-            "load it with the Thinwire that saved it"
+            f"the state has version {state['version']!r}, but this Thinwire release reads version {FORMAT} "
+            "and 0.2's; load it with the release that saved it"
         )
 
 
@@ -277,8 +279,8 @@ def check_model(
     missing, unknown = specs.keys() - loaded.shapes.keys(), loaded.shapes.keys() - specs.keys()
     # A state saved before the first bucket lists no parameters, and fits every model.
     if loaded.shapes and (missing or unknown) and strict:
-        remedy = "" if by_position else ", or pass strict=False to load what is of both"
-        differs = [f"this one does not train {_first(unknown)}"] if unknown else []
+        remedy = "" if by_position else ", or pass strict=False to load what both have"
+        differs = [f"this model does not train {_first(unknown)}"] if unknown else []
         differs += [f"the state has no {_first(missing)}"] if missing else []
         words = f"the state is of a different model: {', and '.join(differs)}"
         raise StateError(f"{words}; {SAME_MODEL}{remedy}")
@@ -294,8 +296,8 @@ def check_position(saved_by: Position, here: Position | None) -> None:
     # local ones are summed over a machine in any case.
     if here is None or saved_by._replace(machines=None) != here._replace(machines=None):
         raise StateError(
-            f"the state was saved by {saved_by}, and this is {here or 'for all processes'}; load each "
-            "process's own file, or on all processes thinwire.checkpoint.merge(…) of all files"
+            f"the state was saved by {saved_by}, but this is {here or 'for all processes'}; load each "
+            "process's own file, or load thinwire.checkpoint.merge(…) of all files on all processes"
         )
 
 
@@ -305,7 +307,7 @@ def in_memory_order(
     """Return an elementwise tensor as memory holds it: flat, in the parameter's memory order and dtype."""
     # Some adapters learn their parameters bucket by bucket, so a wrong shape may be found only now.
     if tuple(tensor.shape) != spec.shape:
-        shapes = f"shape {tuple(tensor.shape)}, the model's parameter {spec.shape}"
+        shapes = f"shape {tuple(tensor.shape)}, but the model's parameter has {spec.shape}"
         raise StateError(f"the state's {slot.name} of {spec.name} has {shapes}; {SAME_MODEL}")
     strided = torch.empty_strided(spec.shape, spec.stride, dtype=spec.memory_dtype, device=device)
     return strided.copy_(tensor).as_strided((spec.numel,), (1,))
@@ -346,7 +348,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             first, first_run, num_processes = loaded, run, position.world_size
         if run != first_run or position.rank in ranks:
             raise StateError(
-                "the states are not of one step of one run, or one is there twice; merge those that were "
+                "the states are from different steps or runs, or one is given twice; merge states that were "
                 "saved together"
             )
         _add(loaded, position, merged, dtypes)
@@ -380,7 +382,7 @@ def _add(
             whole = of_slot.setdefault(label, torch.zeros(shape, dtype=torch.float64))
             if shape_of_shard(shape, dim, local_rank, local_size) != tensor.shape or whole.shape != shape:
                 raise StateError(
-                    f"the {slot.name} of {label} has shape {tuple(tensor.shape)}, which is no part of "
+                    f"the {slot.name} of {label} has shape {tuple(tensor.shape)}, which is not a part of "
                     f"{tuple(whole.shape)}; merge states that were saved together"
                 )
             share = tensor.double() / (world_size // local_size)

@@ -114,8 +114,8 @@ class Step:
             )
         # It would start from memory that the other step is about to write, and one result would be lost.
         raise StepError(
-            f"the bucket of {bucket.specs[0].name} is in flight in an earlier step; finish or abandon that "
-            "first"
+            f"the bucket of {bucket.specs[0].name} is in flight in an earlier step; first finish or abandon "
+            "that step"
         )
 
     def _send(self, bucket: BucketState) -> None:

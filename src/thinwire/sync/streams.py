@@ -79,6 +79,6 @@ def refuse_capture() -> None:
     """Raise during CUDA graph capture: each replay would start from the same memory, and not count."""
     if torch.cuda.is_current_stream_capturing():
         raise StepError(
-            "a step was started while a CUDA graph is captured: replays would start from the same memory; "
-            "capture the forward and backward pass only, and average outside"
+            "a step was started during CUDA graph capture: every replay would start from the same residual; "
+            "capture only the forward and backward pass, and average outside"
         )

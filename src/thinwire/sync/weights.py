@@ -70,10 +70,8 @@ class Weights:
             raise ConfigError(f"{step}: weight must return a number of at least 0, got {value!r}")
         # On accelerators the host would wait in each step: there the means become NaN, and don't commit.
         if (device.type == "cpu" or not callable(self._weight)) and not total.item() > 0:
-            got = (
-                "no process has any" if total.item() == 0 else "another process's is no number of at least 0"
-            )
-            raise StepError(f"{step}: weights can't be shares, {got}; nothing was averaged")
+            got = "all are 0" if total.item() == 0 else "another process's is not a number of at least 0"
+            raise StepError(f"{step}: the weights can't be used, {got}; nothing was averaged")
         share = number > 0, (number or 1.0) * self._size / total
         if not callable(self._weight):
             self._fixed = share

@@ -64,8 +64,8 @@ def in_float64(tensor: torch.Tensor) -> torch.Tensor:
     if has_float64(tensor.device):
         return tensor.double()
     warn_once(
-        f"a device of type {tensor.device.type} does not compute in float64: the CPU makes the bases of "
-        "low-rank steps, for which the host waits"
+        f"devices of type {tensor.device.type} do not support float64, so the CPU computes the bases of "
+        "low-rank steps, and the host waits"
     )
     return tensor.cpu().double()
 

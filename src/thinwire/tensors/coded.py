@@ -53,8 +53,8 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     _check_bits(bits)
     if packed.shape[-1] != packed_bytes(count, bits):
         raise ConfigError(
-            f"got {packed.shape[-1]} bytes, expected the {packed_bytes(count, bits)} that {count} codes of "
-            f"{bits} bits take"
+            f"got {packed.shape[-1]} bytes, expected {packed_bytes(count, bits)} for {count} codes of "
+            f"{bits} bits"
         )
     dtype = torch.uint8 if bits <= 8 else torch.int32
     if bits == 8 or not packed.numel():

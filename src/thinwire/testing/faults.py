@@ -69,9 +69,7 @@ class Fault:
         if seconds is not None:
             number("seconds", seconds, minimum=0)
         if (kind == "slow" and seconds is None) or (kind not in ("slow", "stall") and seconds is not None):
-            raise ConfigError(
-                f"seconds are for 'slow', which needs them, and 'stall', got {seconds} for {kind!r}"
-            )
+            raise ConfigError(f"'slow' needs seconds, and 'stall' takes them, got {seconds} for {kind!r}")
 
 
 fail_at = Fault  # reads better in a schedule
@@ -131,7 +129,9 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
         if not isinstance(fault, Fault):
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
         if fault.process >= before.size:
-            raise ConfigError(f"there are {before.size} processes, and none of rank {fault.process}")
+            raise ConfigError(
+                f"process must be below {before.size}, the number of processes, got {fault.process}"
+            )
         if isinstance(engine.transport, InProcessTransport) and fault.kind in ("kill", "stall"):
             raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
         if fault.process == before.rank and fault.restart in (None, restart):

@@ -56,7 +56,7 @@ class _Quorum(Awaited):
         return self.member.quorum_id != self.before
 
     def who_is_missing(self) -> str:
-        return f"a quorum of {self.lighthouse.min_members} members is waited for"
+        return f"waiting for a quorum of {self.lighthouse.min_members} members"
 
 
 class InProcessGroup(Group):

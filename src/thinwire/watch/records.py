@@ -89,7 +89,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 what = f"it is of process {other}, the first of process {rank}"
                 raise ValueError(f"{what}: give each its own file")
         except ValueError as error:
-            run.damage = f"line {number} ends the reading: {error}"
+            run.damage = f"reading stopped at line {number}: {error}"
             break
         records.append(record)
     _sort_into(run, without_undone(records))
@@ -131,11 +131,11 @@ def check_first_line(path: Path, line: bytes) -> Record:
     except ValueError as error:
         reason = f"its first line: {error}" if line else "it is empty"
         raise ConfigError(
-            f"{path} is no file of a thinwire.Watch ({reason}); give a different path"
+            f"{path} was not written by thinwire.Watch ({reason}); pass a different path"
         ) from error
     if first["format"] != FORMAT:
-        other = f"{path} has format {first['format']}, this Thinwire has format {FORMAT}"
-        raise ConfigError(f"{other}; give a different path, or read it with the Thinwire that wrote it")
+        other = f"{path} has format {first['format']}, but this Thinwire release has format {FORMAT}"
+        raise ConfigError(f"{other}; pass a different path, or read the file with the release that wrote it")
     return first
 
 

@@ -75,8 +75,10 @@ class Watch:
             # After the other checks, so that a refused watch leaves no file behind.
             writer = JSONLWriter(writer)
         elif not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
-            do = "of a logger's function, make a thinwire.watch.MetricsWriter"
-            raise ConfigError(f"writer must be a path, or have write and close, got {writer!r}; {do}")
+            do = "wrap a logger's function in a thinwire.watch.MetricsWriter"
+            raise ConfigError(
+                f"writer must be a path, or an object with write and close, got {writer!r}; {do}"
+            )
         self._writer: Writer | None = writer
         self._residuals: list[float] = []  # under this plan, as multiples of what a step sends
         self._planned: tuple[object, object] = (None, None)
@@ -114,10 +116,10 @@ class Watch:
         plain = dict[str, float]()
         for name, value in {**(values or {}), **named}.items():
             if name in RESERVED:
-                raise ConfigError(f"log can't take {name}=, which every record has; give it a different name")
+                raise ConfigError(f"log can't take {name}=, which every record has; use a different name")
             # True is hardly meant as a number; a tensor would silently make the host wait.
             if isinstance(value, bool) or not isinstance(value, Real):
-                raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
+                raise ConfigError(f"{name} must be a number, got {value!r}; for a tensor, pass value.item()")
             # Python's own types: JSON writers take no others.
             plain[name] = int(value) if isinstance(value, Integral) else float(value)
         self._write("log", {"seconds": time.perf_counter() - self._start, **plain})
@@ -173,10 +175,10 @@ class Watch:
         growth = alarming_growth(self._residuals)
         if growth is not None and self._watched.steps >= MIN_STEPS:
             logger.warning(
-                f"step {self._watched.steps}: the residual has grown {growth:.1f}-fold against what a step "
-                "sends while the number of steps doubled, twice in succession: it goes on growing, most that "
-                f"of {max(stats.relative_error, key=stats.relative_error.__getitem__)}. Compress less, or "
-                "lower the learning rate"
+                f"step {self._watched.steps}: the residual has grown {growth:.1f}-fold relative to what a "
+                "step sends while the number of steps doubled, twice in succession: it keeps growing, most "
+                f"of all for {max(stats.relative_error, key=stats.relative_error.__getitem__)}. Compress "
+                "less, or lower the learning rate"
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
@@ -185,7 +187,7 @@ class Watch:
         try:
             self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
-            logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
+            logger.warning("step %d: watching ends, training continues: %r", self._watched.steps, error)
             self._watched.observers.remove(self._after_step)
             self._writer = None
 

@@ -127,7 +127,7 @@ def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
 def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
     """Raise if an adapter already averages the model's gradients."""
     if any(attached_to(piece.parameter) for piece in pieces):
-        raise AttachError(f"the model is attached already; {what_to_do}")
+        raise AttachError(f"the model is already attached; {what_to_do}")
 
 
 def attached_to(parameter: torch.Tensor) -> bool:
@@ -138,7 +138,7 @@ def attached_to(parameter: torch.Tensor) -> bool:
 
 
 NOT_AVERAGED = "gradients would not be averaged over the replicas"
-REENTRANT = "inside of a reentrant activation checkpoint: use use_reentrant=False"
+REENTRANT = "inside a reentrant activation checkpoint: use use_reentrant=False"
 RESTART = "restart all processes from a checkpoint"
 
 
@@ -219,23 +219,25 @@ class FSDPAdapter:
             return
         if self._is_due:
             raise StepError(
-                f"{NOT_AVERAGED} in the last backward pass: an exception ended it (on all processes? "
+                f"{NOT_AVERAGED}: an exception ended the last backward pass (on all processes? call "
                 f"abandon()), or a part is {REENTRANT}, and {RESTART}"
             )
         # FSDP2 takes no more modules after its first pass.
         if not self._has_order and not sharded.is_all_of(model):
-            raise StepError("sharded again after attach; call fully_shard on all parts, then attach")
+            raise StepError(
+                "fully_shard was called again after attach; call fully_shard on all parts, then attach"
+            )
         if sharded.is_finalized_by_hand:
-            remedy = "set_manual_backward_finalization(False)"
-            raise StepError(f"{NOT_AVERAGED} without an end of the pass; {remedy}")
+            remedy = "call set_manual_backward_finalization(False)"
+            raise StepError(f"{NOT_AVERAGED}, since backward passes are finalized by hand; {remedy}")
         # After the check above: a root that was sharded later turns earlier roots into its parts.
         if sharded.is_inside_another:
-            raise StepError("what was attached is a part of a larger sharded model; attach the whole model")
+            raise StepError("the attached model is a part of a larger sharded model; attach the whole model")
         for name, parameter in sharded.parameters:
             if parameter.requires_grad and id(parameter) not in self._bucket_of:
                 raise StepError(
-                    f"the model trains {name}, which it did not have, or which was frozen, when it was "
-                    "attached; attach when parameters are loaded and unfrozen"
+                    f"the model trains {name}, which was frozen or missing when the model was attached; "
+                    "attach after all parameters are loaded and unfrozen"
                 )
 
     def forget_pass(self) -> None:
@@ -266,8 +268,8 @@ class FSDPAdapter:
         bucket = self._bucket_of[id(parameter)]
         if bucket.flat is not None:
             self._abandon()
-            why = "the pass went through forward passes of earlier steps too"
-            words = f"the gradient of {bucket.specs[0].name} has come again after it was sent"
+            why = "the pass also went through forward passes of earlier steps"
+            words = f"the gradient of {bucket.specs[0].name} arrived again after it was sent"
             raise StepError(f"{words}: {why}; call backward() once a step, and {RESTART}")
         self._arrived.add(id(parameter))
         # A module that is called several times gets its gradients in parts. In the first pass all parts
@@ -302,7 +304,7 @@ class FSDPAdapter:
         for piece in bucket.pieces:
             if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
                 words = f"the gradient of {piece.name} was set to None before it was averaged"
-                by = "by an optimizer inside of the backward pass?"
+                by = "by an optimizer inside the backward pass?"
                 raise StepError(f"{words} ({by}); step after backward(), and {RESTART}")
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 left them.

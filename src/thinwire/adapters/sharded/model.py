@@ -71,8 +71,8 @@ class ShardedModel:
             _ = list(map(torch_private.fsdp_has_calls_to_come, self.groups))
         except AttributeError as error:
             raise AttachError(
-                f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use a torch from "
-                "2.6 to 2.15"
+                f"FSDP2 of torch {torch.__version__} differs from the versions that Thinwire supports "
+                f"({error}); use torch 2.6 to 2.15"
             ) from error
         # The first with `replicate` alone; the second in native HSDP, `fully_shard` over replicas and shards.
         self.is_replicated = all(shards is None for shards, _ in dims)
@@ -120,13 +120,15 @@ class ShardedModel:
         """Return the mesh over which every parameter is sharded, or replicated, or both."""
         meshes: list[DeviceMesh] = [fsdp_mesh_info(group).mesh for group in self.groups]
         if not meshes:
-            raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
+            raise AttachError(
+                "fully_shard was applied to no parameter of this model, so there is nothing to average"
+            )
         # Compare their ranks: each call may have been given its own DeviceMesh object.
         others = {str(mesh.mesh.tolist()) for mesh in meshes}
         if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
             raise AttachError(
-                f"fully_shard was given unlike meshes, {' and '.join(sorted(others))}; give all calls one, "
-                f"of the shards, or of replicas and shards, {DIVIDED}"
+                f"fully_shard was given different meshes, {' and '.join(sorted(others))}; pass all calls "
+                f"the same one, of the shards, or of replicas and shards, {DIVIDED}"
             )
         return meshes[0]
 
@@ -137,7 +139,7 @@ class ShardedModel:
             names = mesh.mesh_dim_names or ("replicas", "shards")
             raise AttachError(
                 f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients in "
-                f'each step; give it mesh["{names[-1]}"] alone, and replicas=mesh["{names[0]}"] to Thinwire'
+                f'each step; pass it mesh["{names[-1]}"] alone, and replicas=mesh["{names[0]}"] to Thinwire'
             )
         return mesh
 
@@ -183,17 +185,17 @@ def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh
     if bucket is None:
         remedy = "call fully_shard(model) on the whole model after its parts, or freeze it"
         if isinstance(parameter, DTensor):  # for example experts
-            remedy = f"hand it to fully_shard instead of dividing it by yourself, {DIVIDED}"
-        raise AttachError(f"{name} is trained, but no fully_shard holds it; {remedy}")
+            remedy = f"pass it to fully_shard instead of sharding it yourself, {DIVIDED}"
+        raise AttachError(f"{name} is trained, but not sharded by fully_shard; {remedy}")
     if not isinstance(parameter, DTensor):
         words = "expected FSDP2's DTensor; attach before the first forward pass, or between steps"
         raise AttachError(f"{name} is a {type(parameter).__name__}, {words}")
     dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
     if len(parameter.placements) != mesh_dims or len(dims) > 1:
-        words = f"expected shards of fully_shard alone; leave out tensor or expert parallelism, {DIVIDED}"
-        raise AttachError(f"{name} lies on a mesh of several dimensions {parameter.placements}, {words}")
+        words = f"expected shards of fully_shard alone; train without tensor or expert parallelism, {DIVIDED}"
+        raise AttachError(f"{name} is on a mesh of several dimensions {parameter.placements}, {words}")
     if parameter.is_complex():
-        raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
+        raise AttachError(f"{name} is complex, but a sharded model must have real parameters")
     return Piece(name, parameter, tuple(parameter.shape), dims[0] if dims else None, bucket)
 
 
@@ -206,8 +208,8 @@ def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh 
     if group is None and not sharded.is_averaged_by_torch:
         name = (mesh.mesh_dim_names or ("shard",))[0]
         raise AttachError(
-            f"nothing tells which processes hold the same shards as {mesh.mesh.tolist()}; build a mesh of "
-            f'("replicate", "{name}"), give mesh["{name}"] to fully_shard and mesh["replicate"] to '
+            f"can't tell which processes hold the same shards as {mesh.mesh.tolist()}; build a mesh of "
+            f'("replicate", "{name}"), pass mesh["{name}"] to fully_shard and mesh["replicate"] to '
             "thinwire.attach or LocalSGD"
         )
     checked = checked_group(sharded.replicate_group if group is None else group, "replicas")
@@ -215,15 +217,17 @@ def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh 
     if sharded.is_averaged_by_torch:
         known = dist.get_process_group_ranks(sharded.replicate_group)
         if ranks != known:
-            words = f"the model is replicated over processes {known}, got a group of {ranks}"
-            raise AttachError(f"{words}; leave it out, or give the same to replicate(mesh=…) or fully_shard")
+            words = f"the model is replicated over processes {known}, got replicas={ranks}"
+            raise AttachError(
+                f"{words}; leave replicas out, or pass the same group as to replicate(mesh=…) or fully_shard"
+            )
         return sharded.replicate_group
     # A group across replicas shares only this process with the mesh.
     shared = sorted(set(ranks) & set(mesh.mesh.flatten().tolist()))
     if len(shared) != 1:
         raise AttachError(
-            f"the group given is of processes {ranks}, of which {shared} hold different shards of one "
-            'replica; expected those that hold the same shard, such as mesh["replicate"].get_group()'
+            f"replicas is the group of processes {ranks}, of which {shared} hold different shards of one "
+            'replica; pass those that hold the same shard, such as mesh["replicate"].get_group()'
         )
     return checked
 
@@ -235,5 +239,5 @@ def _group_of(mesh: DeviceMesh, mesh_of_model: DeviceMesh) -> dist.ProcessGroup:
     others = [name for name in names if name not in (mesh_of_model.mesh_dim_names or ())]
     if mesh.ndim != 2 or len(others) != 1:
         expected = 'the dimension of the replicas, such as mesh["replicate"]'
-        raise AttachError(f"expected {expected}, got a mesh of dimensions {tuple(names or mesh.shape)}")
+        raise AttachError(f"expected {expected}, got a mesh with dimensions {tuple(names or mesh.shape)}")
     return mesh.get_group(others[0])

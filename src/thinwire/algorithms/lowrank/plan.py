@@ -84,9 +84,9 @@ class LowRankPlan(BucketPlan):
         more = f" and {len(labels) - MAX_NAMES} more" if len(labels) > MAX_NAMES else ""
         _, there, here = refitted[0]
         return (
-            f"the state's factors of {', '.join(labels[:MAX_NAMES])}{more} are of a different matrix rank "
-            f"({there}, here {here}): they are cut, or extended with random rows, and fit again after a few "
-            "steps. No error is lost"
+            f"the state's factors of {', '.join(labels[:MAX_NAMES])}{more} have a different matrix rank "
+            f"({there}, here {here}): they are cut or extended with random rows, and recover within a few "
+            "steps. No residual is lost"
         )
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:

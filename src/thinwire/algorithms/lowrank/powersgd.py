@@ -111,4 +111,4 @@ class PowerSGD(LowRank):
         super().check_model(specs)
         unknown = sorted(dict(self.matrix_ranks).keys() - {spec.name for spec in specs})
         if specs and unknown:
-            raise ConfigError(f"matrix_ranks has {unknown[0]!r}, which is no parameter of the model")
+            raise ConfigError(f"matrix_ranks has {unknown[0]!r}, which is not a parameter of the model")

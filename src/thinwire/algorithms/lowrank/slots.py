@@ -37,7 +37,7 @@ def _check_factor(label: str, factor: torch.Tensor, shapes: Mapping[str, tuple[i
     total = sum(math.prod(shape) for shape in shapes.values())
     if rows == 0 or not _can_have(columns, label, shapes, total):
         raise StateError(
-            f"factor of {label} has shape {(rows, columns)}, which no factor of it can have; load an "
+            f"factor of {label} has shape {(rows, columns)}, which none of its factors can have; load an "
             "earlier state"
         )
 

@@ -94,5 +94,5 @@ def why_unusable() -> str:
 
 def warn_fallback(why: str) -> bool:
     """Warn once that PyTorch's kernels are used, and why; return False."""
-    warn_once(f"{why}: PyTorch's kernels serve, in several times as many launches")
+    warn_once(f"{why}: PyTorch's kernels are used, in several times as many launches")
     return False

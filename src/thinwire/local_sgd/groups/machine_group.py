@@ -202,5 +202,5 @@ def _ending() -> Iterator[None]:
         yield
     except CommunicationError as error:
         raise BrokenMemberError(
-            f"a process of this member has ended, or stands still, and so this one ends: {error}"
+            f"a process of this member has ended or does not respond, so this process ends too: {error}"
         ) from error

@@ -42,7 +42,7 @@ def plain(value: Any) -> Any:
     if value is None:
         return None
     raise StateError(
-        f"a {type(value).__name__} can't be sent to a member that joins, expected tensors, numbers, text, "
+        f"a {type(value).__name__} can't be sent to a joining member, expected tensors, numbers, text, "
         "None, and lists, tuples and mappings of them; use other optimizers, or send_optimizer=False"
     )
 
@@ -65,8 +65,8 @@ def deserialize(data: torch.Tensor) -> Any:
         return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged data raises all kinds of errors
         raise StateError(
-            f"what the group has sent this member to start from can't be read: {error}; install the same "
-            "Thinwire on all members"
+            f"the initial state that this member received can't be read: {error}; install the same version "
+            "of Thinwire on all members"
         ) from error
 
 
@@ -76,8 +76,8 @@ def lineage_of(state: Any) -> int:
     lineage = members.get("lineage") if isinstance(members, Mapping) else None
     if not isinstance(lineage, int):
         raise StateError(
-            "what the group has sent this member to start from has no lineage, expected a mapping with one, "
-            f"got a {type(state).__name__}; start all members with the same version of Thinwire"
+            "the initial state that this member received has no lineage, expected a mapping with one, got a "
+            f"{type(state).__name__}; install the same version of Thinwire on all members"
         )
     return lineage
 
@@ -100,7 +100,7 @@ def broadcast_residual(
     # Each part costs a round trip, so small tensors (biases, counts of steps) share one.
     for part in in_messages(pieces, PART_BYTES, len):
         flat = torch.cat(part)
-        transport.broadcast(flat, source, "what a member that leaves has not transmitted").wait()
+        transport.broadcast(flat, source, "the residual of a leaving member").wait()
         for piece, its_bytes in zip(part, flat.split_with_sizes(list(map(len, part))), strict=True):
             piece.copy_(its_bytes)
     return arrived
@@ -112,8 +112,8 @@ def receive_state(transport: GroupTransport, source: int, timeout_seconds: float
     transport.receive(length, source, PURPOSE).wait()
     if not 0 < int(length) < MAX_BYTES:
         raise StateError(
-            f"what the group sends to start from begins with a length of {int(length)} bytes; install the "
-            "same Thinwire on all members"
+            f"the initial state sent to this member begins with a length of {int(length)} bytes; install "
+            "the same version of Thinwire on all members"
         )
     data = torch.empty(int(length), dtype=torch.uint8)
     start, num_received = time.monotonic(), 0
@@ -127,7 +127,7 @@ def receive_state(transport: GroupTransport, source: int, timeout_seconds: float
             rate = 8e-6 * num_received / seconds
             raise StateError(
                 f"a newcomer's state of {len(data) / 1e6:.0f} MB takes about {expected:.0f} s at {rate:.1f} "
-                f"Mbit/s, and the others wait {timeout_seconds:g} s: it has left, and they go on. Start all "
-                f"with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
+                f"Mbit/s, but members wait {timeout_seconds:g} s, so it has left. Start all with "
+                f"TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
             )
     return deserialize(data)

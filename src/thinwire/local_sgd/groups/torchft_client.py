@@ -67,7 +67,7 @@ class QuorumClient:
         threading.Thread(target=ask, name="thinwire_quorum", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
             if self._is_broken():
-                raise LighthouseGoneError("it has ended before it answered")
+                raise LighthouseGoneError("it ended before it answered")
         quorum = answer.result()
         if quorum.replica_ids != self._group.members:
             self._manager._quorum_id = -1  # so that it configures the group again

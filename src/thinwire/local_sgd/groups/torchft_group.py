@@ -119,8 +119,8 @@ class TorchftGroup(Group):
                     os.kill(int(launcher), 0)
         except ProcessLookupError:
             raise CommunicationError(
-                f"process {launcher}, which has started this member ({LAUNCHER}), has ended: so does "
-                "this one. Start thinwire run again"
+                f"process {launcher}, which started this member ({LAUNCHER}), has ended, so this member "
+                "ends too. Start thinwire run again"
             ) from None
         self._manager: Any = None
         self.address = ""  # the store address where the members of the last quorum have found each other
@@ -156,14 +156,14 @@ class TorchftGroup(Group):
         except RuntimeError as error:
             raise CommunicationError(
                 f"there is no lighthouse at {self._lighthouse}: {error}. Start torchft_lighthouse there, or "
-                "see whether this machine reaches it"
+                "check that this machine can reach it"
             ) from error
         missing = [name for name in PRIVATE if not hasattr(self._manager, name)]
         if missing:
             self._manager.shutdown(wait=False)
             raise MissingExtraError(
-                f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager has "
-                f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
+                f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager "
+                f"lacks {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
         if folder := os.environ.get(ASKED):
             with suppress(OSError):  # `thinwire run` has ended and no longer looks
@@ -173,7 +173,7 @@ class TorchftGroup(Group):
 
     def start_quorum(self) -> None:
         give_up_at = time.monotonic() + self.wait_seconds
-        words = "has waited %g s for the other members at the lighthouse %s, whose page says who is there"
+        words = "has waited %g s for the other members at the lighthouse %s, whose page lists who has joined"
         alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
         alarm.daemon = True
         alarm.start()
@@ -189,8 +189,8 @@ class TorchftGroup(Group):
         is_joined = cause is None or isinstance(cause, NothingSentError)
         if not is_joined or self._group.size == 0:
             raise CommunicationError(
-                f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
-                f"received: {cause or 'the group was broken off and not rejoined'}; it is tried again"
+                f"could not connect to the members of quorum {self._group.quorum_id}, or receive their "
+                f"state: {cause or 'the group was aborted and not rejoined'}; retrying"
             ) from cause
         self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
         self.address = self._group.address
@@ -213,17 +213,15 @@ class TorchftGroup(Group):
                 self._manager._quorum_future = None
                 if time.monotonic() >= give_up_at:
                     raise CommunicationError(
-                        f"no quorum of at least {self.min_members} members in {self.wait_seconds:g} s at the "
-                        f"lighthouse {self._lighthouse}: {error}. See on its page who is there"
+                        f"no quorum of at least {self.min_members} members within {self.wait_seconds:g} s "
+                        f"at the lighthouse {self._lighthouse}: {error}. Check on its page who has joined"
                     ) from error
                 if self.is_leaving():
                     raise LeftError(
-                        f"this member has left the group and what it had not transmitted is lost: "
-                        f"the lighthouse {self._lighthouse} does not answer ({error}), so no member is found"
+                        "this member has left the group, and its unsent changes are lost: the lighthouse "
+                        f"{self._lighthouse} does not answer ({error}), so no member can be found"
                     ) from error
-                logger.warning(
-                    "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
-                )
+                logger.warning("the lighthouse %s has not answered: %s; retrying", self._lighthouse, error)
                 time.sleep(PAUSE_SECONDS)
                 patience *= 1 if isinstance(error, LighthouseGoneError) else 2
 
@@ -236,7 +234,7 @@ class TorchftGroup(Group):
         try:
             self._manager.should_commit()
         except (RuntimeError, TimeoutError) as error:
-            logger.warning("torchft's manager has not taken note of an averaging: %s", error)
+            logger.warning("torchft's manager did not record an averaging: %s", error)
         if self._manager.current_step() != counted:
             # The members' last message has decided; torchft only counts. With another count than the others,
             # this member would receive a model that it already has, or send them one.
@@ -256,7 +254,7 @@ class TorchftGroup(Group):
             self._group.inner.configure(address, "", rank, size)
         except Exception as error:  # torchft raises all kinds of errors
             raise CommunicationError(
-                f"the processes of this local rank in other members could not be joined: {error}"
+                f"could not connect to the processes of this local rank in other members: {error}"
             ) from error
         self._group.rank, self._group.size = rank, size
         self.transport.transport = transport = self._group.transport()
