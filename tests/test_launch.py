@@ -83,7 +83,7 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> None:
         return goes_on
 
     for kind in (Job, ElasticJob):
-        monkeypatch.setattr(kind, "_goes_on", late(kind._goes_on))
+        monkeypatch.setattr(kind, "_continues", late(kind._continues))
 
 
 def test_all_end_well_and_nobody_else_can_open_what_they_meet_by(tmp_path: Path) -> None:

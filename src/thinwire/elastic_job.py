@@ -119,14 +119,14 @@ class ElasticJob(Job):
         self._restarts = [0] * members
         self._ended: dict[int, int] = {}  # exit codes of members that have ended for good, in order
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Restart members that have died; return whether the job continues."""
         for member, process in enumerate(self.processes):
             code = process.exit_code
             if code == 0:
                 self._ended[member] = 0
             elif code and member not in self._ended:
-                self._take_back(member, code)
+                self._restart_or_end(member, code)
         codes = list(self._ended.values())
         are_well = codes.count(0) >= (1 if self._has_others else self._min_members)
         self.exit_code = 0 if are_well else next(filter(None, codes), 0)
@@ -139,7 +139,7 @@ class ElasticJob(Job):
         self._deadline = min(self._deadline, time.monotonic() + self._end_within_seconds)
         return time.monotonic() < self._deadline
 
-    def _take_back(self, member: int, code: int) -> None:
+    def _restart_or_end(self, member: int, code: int) -> None:
         """Restart a member that has died, unless that is of no use."""
         self.processes[member].read_to_the_end()
         # If all others have ended, one of them well, training is over: this member would start from scratch.

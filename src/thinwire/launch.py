@@ -189,7 +189,7 @@ class Job:
             opened.callback(self._end, signals)
             for index in range(self._size):
                 self.processes.append(self._start(index))
-            while self._goes_on() and not signals:
+            while self._continues() and not signals:
                 time.sleep(LOOK_EVERY_SECONDS)
             if signals:
                 self.received = signals[-1]
@@ -204,7 +204,7 @@ class Job:
     def _prepare(self, opened: ExitStack) -> None:
         """Open what the processes need before they start; `opened` closes it after their end."""
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Check the processes once; return whether the job continues."""
         codes = [process.exit_code for process in self.processes]
         failed = [index for index, code in enumerate(codes) if code]

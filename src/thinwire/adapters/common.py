@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
 
 
-def living(kind: type[Kind] | tuple[type[Kind], ...]) -> Iterator[Kind]:
+def live_objects(kind: type[Kind] | tuple[type[Kind], ...]) -> Iterator[Kind]:
     """Yield all of this process's objects of a type. Cost: 0.2 s for a million objects of any type."""
     if were_frozen := gc.get_freeze_count() > 0:  # `gc.freeze()`, as some loops call it, hides them all
         gc.unfreeze()
@@ -186,7 +186,7 @@ ALONE = (
 )
 
 
-def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str = "") -> None:
+def log_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str = "") -> None:
     """Log on the first process what an engine does in a step, and after its first step any misfits.
 
     `averages` names what averages models, and how often; "" if gradients are averaged in every step.
@@ -216,7 +216,7 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
 
     def look(committed: bool) -> None:
         engine.reporter.observers.remove(look)
-        for words in _misfits(engine, owned):
+        for words in _mismatches(engine, owned):
             logger.warning("%s", words)
 
     # After the first step the loss has been scaled, and there is an optimizer. A hook does not know them, so
@@ -224,9 +224,9 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
     engine.reporter.observers.append(look)
 
 
-def _misfits(engine: Engine, owned: set[int]) -> Iterator[str]:
+def _mismatches(engine: Engine, owned: set[int]) -> Iterator[str]:
     """Yield warnings about objects in this process that do not suit an algorithm with state."""
-    objects = list(living((GradScaler, torch.optim.Optimizer)))
+    objects = list(live_objects((GradScaler, torch.optim.Optimizer)))
     scalers = [candidate for candidate in objects if isinstance(candidate, GradScaler)]
     if engine.settings.loss_scale is None and any(map(scales_now, scalers)):
         yield (

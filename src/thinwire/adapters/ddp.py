@@ -19,10 +19,10 @@ from thinwire.adapters.common import (
     averaged_models,
     contributor_scales,
     divide_by_contributors,
+    log_start,
     new_engine,
     refuse_averaged_twice,
     refuse_steps_inside,
-    tell_start,
 )
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
@@ -46,7 +46,7 @@ def attach_ddp(
     model, transport = attachable(holder)
     adapter = adapter_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: adapter, ATTACHED)
-    tell_start(adapter.engine, model.parameters())
+    log_start(adapter.engine, model.parameters())
     # A new handle: the adapter's own would create a reference cycle.
     return GradientSync(adapter.engine, switch.free)
 
@@ -99,7 +99,7 @@ def adapter_of_hook(
         # Inside the user's own hook: the model's options are unknown, so assume the costlier one.
         settings = replace(settings, may_be_unused=True)
         adapter = DDPAdapter(new_engine(algorithm, transport, (), settings, layout))
-    tell_start(adapter.engine, models[0].parameters() if models else ())
+    log_start(adapter.engine, models[0].parameters() if models else ())
     return adapter
 
 
@@ -236,7 +236,7 @@ class DDPAdapter:
             if before is not None and before.data_ptr() == gradient.data_ptr():
                 self._copies.append((spec.name, gradient, gradient.clone()))
 
-    def let_go(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove hooks of the model's parameters, and allow steps inside its backward pass again."""
         allow_steps_inside(self)
         if self._used is not None:
@@ -353,7 +353,7 @@ class Switch:
         if (model := self._model()) is not None:  # otherwise the model is gone
             ddp_model.unguard(model)
             if (adapter := self.adapter_now()) is not None:
-                adapter.let_go()
+                adapter.remove_hooks()
             adapter = DDPAdapter(Engine(AllReduce(), _transport_of(model)), model)
             self.adapter_now, self.taken_by = lambda: adapter, ""
 

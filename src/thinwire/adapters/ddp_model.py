@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
-from thinwire.adapters.common import living
+from thinwire.adapters.common import live_objects
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
@@ -153,14 +153,14 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
     """Return the DDP models with a wanted hook state: a hook does not get its model."""
-    models = living(DistributedDataParallel)
+    models = live_objects(DistributedDataParallel)
     return [model for model in models if any(is_wanted(state) for _, state in comm_hooks(model))]
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
     """Return the DDP model with these parameters; None if there are several."""
     wanted = set(map(id, parameters))
-    holding = [m for m in living(DistributedDataParallel) if wanted <= set(map(id, ddp_parameters(m)))]
+    holding = [m for m in live_objects(DistributedDataParallel) if wanted <= set(map(id, ddp_parameters(m)))]
     return holding[0] if len(holding) == 1 else None
 
 

@@ -26,7 +26,7 @@ class DeferredOptimizer:
         self._settings: list[dict[str, Any]] = []  # of each group, at the call of step()
         self._values: dict[nn.Parameter, torch.Tensor] = {}  # of poisoned parameters
 
-    def take_over(self, send: Callable[[], bool]) -> None:
+    def replace_step(self, send: Callable[[], bool]) -> None:
         """Make the optimizer's `step()` call `send`, and step later if that has sent gradients."""
 
         def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
@@ -100,7 +100,7 @@ class DeferredOptimizer:
             parameter.detach().copy_(value)
         self._values.clear()
 
-    def give_back(self) -> None:
+    def restore_step(self) -> None:
         """Restore the optimizer's own `step()`."""
         del self.optimizer.step
         if self._before is not None:  # a learning-rate scheduler's

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.common import contributor_scales, new_engine, tell_start
+from thinwire.adapters.common import contributor_scales, log_start, new_engine
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
 from thinwire.adapters.ddp_model import guard, names_in, unaveraged
 from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all
@@ -122,7 +122,7 @@ def overlap_forward(
     # Only now, so that a model whose hook is taken is left unchanged.
     adapter.install(ddp_model.module)
     guard(ddp_model)
-    tell_start(engine, ddp_model.parameters())
+    log_start(engine, ddp_model.parameters())
     return OverlappedSync(adapter, switch.free)
 
 
@@ -222,7 +222,7 @@ class ForwardAdapter:
     def install(self, root: nn.Module) -> None:
         """Replace the optimizer's step, and intercept reads of parameters."""
         for deferred in self._optimizers:
-            deferred.take_over(self.send_means)
+            deferred.replace_step(self.send_means)
             target = deferred.optimizer
             for register in (target.register_state_dict_pre_hook, target.register_load_state_dict_pre_hook):
                 self._handles.append(register(lambda *_: self.flush()))
@@ -396,7 +396,7 @@ class ForwardAdapter:
         for parameter in list(self._pending):
             self._step_if_pending(parameter)
 
-    def let_go(self) -> None:
+    def remove_hooks(self) -> None:
         """Restore the optimizer and the modules."""
         self.flush()
         for module in self._modules:
@@ -404,7 +404,7 @@ class ForwardAdapter:
         for handle in self._handles:
             handle.remove()
         for deferred in self._optimizers:
-            deferred.give_back()
+            deferred.restore_step()
 
 
 class OverlappedSync(GradientSync):

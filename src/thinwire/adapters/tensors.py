@@ -13,10 +13,10 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import (
     Shadow,
+    log_start,
     new_engine,
     refuse_averaged_twice,
     refuse_weight_of_contributors,
-    tell_start,
 )
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.comm import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
@@ -74,7 +74,7 @@ class GradientListAdapter(Joinable):
         self.engine = new_engine(algorithm, transport, self._specs, settings, machines)
         self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
-        tell_start(self.engine, self.parameters)
+        log_start(self.engine, self.parameters)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")

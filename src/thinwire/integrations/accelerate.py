@@ -29,7 +29,7 @@ from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
-from thinwire.adapters.common import living
+from thinwire.adapters.common import live_objects
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
@@ -186,7 +186,7 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
 
     def _find_accelerator(self) -> Accelerator:
         """Return this handler's Accelerator: the handler gets only the model."""
-        accelerators = [candidate for candidate in living(Accelerator) if candidate.ddp_handler is self]
+        accelerators = [candidate for candidate in live_objects(Accelerator) if candidate.ddp_handler is self]
         if not accelerators:
             raise AttachError(
                 "register_comm_hook is for accelerator.prepare(model), of an Accelerator with this handler; "

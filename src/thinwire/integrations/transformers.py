@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from thinwire.adapters.attach import attach as attach_model
-from thinwire.adapters.common import ALONE, living
+from thinwire.adapters.common import ALONE, live_objects
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
@@ -178,7 +178,7 @@ class ThinwireCallback(TrainerCallback):
 
     def _found(self, state: TrainerState) -> Trainer:
         """Return the Trainer of a state; callbacks do not get their Trainer."""
-        for trainer in living(Trainer):
+        for trainer in live_objects(Trainer):
             if getattr(trainer, "state", None) is state:
                 return trainer
         raise AttachError(

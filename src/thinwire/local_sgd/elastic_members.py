@@ -82,7 +82,7 @@ class Member(Averager):
             if self._loaded is not None:
                 self._contributor.start_from(self._loaded)
                 members = members_of(self._loaded)
-                membership.stand_at(members["lineage"], members["commits"])
+                membership.resume_at(members["lineage"], members["commits"])
                 self._loaded = None
             self._model.enter(self._model.tensors())
             # If a state can't be sent, fail now, before training; the first newcomer would stop all members.

@@ -115,7 +115,7 @@ class ElasticMembership(Membership):
         """Return `Contributor.state` with this lineage."""
         return self._contributor.state(self.lineage, self.commits, sync)
 
-    def stand_at(self, lineage: int, commits: int) -> None:
+    def resume_at(self, lineage: int, commits: int) -> None:
         """Set lineage and commits to those of a saved state, which other members may have loaded too."""
         self.lineage, self.commits, self._error_members = lineage, commits, 0
         self.group.reset(commits)

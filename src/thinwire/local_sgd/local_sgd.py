@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import Shadow, averaging_model, tell_start
+from thinwire.adapters.common import Shadow, averaging_model, log_start
 from thinwire.adapters.ddp import DDPAdapter, switched
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
@@ -185,7 +185,7 @@ class LocalSGD(ModelAverager, Joinable):
         self._loaded, self._is_inside = None, True
         if model.ddp is not None:
             self._contributor.end_warmup()
-        tell_start(self._engine, (), str(self))
+        log_start(self._engine, (), str(self))
         return self
 
     @torch.inference_mode(False)

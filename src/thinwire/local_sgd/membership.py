@@ -123,7 +123,7 @@ class StaticMembership(Membership):
         changes = self._contributor
         load_fragments(loaded, changes.model)
         self.abandon()  # from a failed attempt to enter
-        changes.go_by_steps(loaded.step)
+        changes.align_turns(loaded.step)
         changes.end_warmup()
         for number, means in loaded.pending:
             # Version 0.2 could have several pending averages: all but the last are applied now.
@@ -131,7 +131,7 @@ class StaticMembership(Membership):
                 self.finish()
             fragment = changes.fragments[number]
             changes.sent_at = fragment.sent_after
-            changes.go_by_steps(fragment.sent_after)
+            changes.align_turns(fragment.sent_after)
             flats = fragment.empty()
             for tensor, part in fragment.parts(flats):
                 part.copy_(means[tensor.name])
@@ -202,7 +202,7 @@ class StaticMembership(Membership):
         if self.pending is not None:
             self.pending.abandon()
         self.pending, self._gathers, self._to_read = None, [], 0
-        self._contributor.go_by_steps(self._contributor.steps)
+        self._contributor.align_turns(self._contributor.steps)
 
     # Averagings outside the schedule.
 

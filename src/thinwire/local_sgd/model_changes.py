@@ -133,7 +133,7 @@ class ModelChanges(Contributor):
         (fragment,) = self._sent  # a delayed average has one fragment
         return self.schedule.rounds_sent(self.age, fragment.num_rounds)
 
-    def go_by_steps(self, step: int) -> None:
+    def align_turns(self, step: int) -> None:
         """Set the turns from the schedule, so that fixed members average together, whatever has failed."""
         self.turns, self._turn_began = self.schedule.position(step)
 
@@ -228,7 +228,7 @@ class ModelChanges(Contributor):
         if self.chosen is None:
             self.turns, self._turn_began = self.turns + (not is_exact), step
             if not self._is_elastic:
-                self.go_by_steps(step)
+                self.align_turns(step)
             self.end_warmup()
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.common import living
+from thinwire.adapters.common import live_objects
 from thinwire.adapters.ddp import ATTACHED, Switch
 from thinwire.adapters.ddp_model import DetachedAdapter, check_options
 from thinwire.comm import ProcessGroupTransport, Transport
@@ -141,7 +141,7 @@ def telling_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
             )
 
     with ExitStack() as attached:
-        for ddp in living(DistributedDataParallel):
+        for ddp in live_objects(DistributedDataParallel):
             if ddp.module is module:
                 attached.callback(ddp.register_forward_pre_hook(_Hook(partial(look, ddp))).remove)
         yield

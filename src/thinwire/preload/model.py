@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
-from thinwire.adapters.common import living, tell_start
+from thinwire.adapters.common import live_objects, log_start
 from thinwire.adapters.ddp_model import hook_of
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
@@ -155,12 +155,12 @@ def _why_not(model: DistributedDataParallel) -> str:
 
 def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     owned = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    scalers = [scaler for scaler in living(GradScaler) if scaler.is_enabled()]
+    scalers = [scaler for scaler in live_objects(GradScaler) if scaler.is_enabled()]
     settings: dict[str, Any] = {"grad_scaler": scalers[0]} if len(scalers) == 1 else {}
     averaging = averaging_of(options.algorithm)
     if isinstance(averaging, Algorithm):
         return attach(model, averaging, **settings)
-    optimizer = next((found for found in living(torch.optim.Optimizer) if _trains(found, owned)), None)
+    optimizer = next((found for found in live_objects(torch.optim.Optimizer) if _trains(found, owned)), None)
     if optimizer is None:
         raise AttachError(
             "auto needs this model's optimizer, but none trains it yet; build the optimizer before the "
@@ -313,7 +313,7 @@ def _log_to_stderr() -> None:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         # axolotl has loggers made after its own hide what is no warning; this one tells the first line.
-        logging.getLogger(tell_start.__module__).filters.clear()
+        logging.getLogger(log_start.__module__).filters.clear()
 
 
 def _say(line: str) -> None:

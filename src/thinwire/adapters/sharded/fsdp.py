@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from thinwire import torch_private
 from thinwire.adapters.common import (
     allow_steps_inside,
+    log_start,
     refuse_averaged_twice,
     refuse_steps_inside,
-    tell_start,
 )
 from thinwire.adapters.ddp_model import plain_name
 from thinwire.adapters.sharded.model import (
@@ -98,7 +98,7 @@ def attach_sharded(
     adapter = FSDPAdapter(engine, shards, sharded, pieces)
     # Last: hooks of a failed attach would stay on the model.
     adapter.register(model)
-    tell_start(engine, (piece.parameter for piece in pieces))
+    log_start(engine, (piece.parameter for piece in pieces))
     return ShardedSync(engine, shards, trained, adapter.forget_pass, adapter.detach)
 
 
@@ -205,7 +205,7 @@ class FSDPAdapter:
         allow_steps_inside(self)
         for handle in self._handles:
             handle.remove()
-        self._sharded.go_on_averaging()
+        self._sharded.resume_averaging()
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
         """Raise if gradients would silently not be averaged."""
@@ -292,7 +292,7 @@ class FSDPAdapter:
             bucket = self._buckets[self._num_started]
             if bucket.num_arrived < len(bucket.pieces):
                 return
-            with self._beside_the_pass():
+            with self._on_comm_stream():
                 try:
                     self._start(bucket)
                 except BaseException:
@@ -319,7 +319,7 @@ class FSDPAdapter:
             return
         engine = self.engine
         try:
-            with self._beside_the_pass():
+            with self._on_comm_stream():
                 self._open_all()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
@@ -346,7 +346,7 @@ class FSDPAdapter:
                 asked.wait()
                 committed = step.finish()
                 put_back_residuals(engine.state.memory, unused, before)
-                self._hand_back(unused)
+                self._write_gradients(unused)
                 self._learn_order()
         except BaseException:
             self._abandon()
@@ -384,7 +384,7 @@ class FSDPAdapter:
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
 
     @contextmanager
-    def _beside_the_pass(self) -> Iterator[None]:
+    def _on_comm_stream(self) -> Iterator[None]:
         # In a hook the current stream is FSDP2's own, which has waited for the user's stream.
         clock = self.engine.clock.inside(self.engine.traffic)
         with clock, torch.no_grad(), self._comm_stream.wait_for_current(self._buckets[0].device):
@@ -409,7 +409,7 @@ class FSDPAdapter:
         for bucket in self._buckets:
             bucket.opened = engine.open(bucket.specs, bucket.device)
 
-    def _hand_back(self, unused: Collection[str]) -> None:
+    def _write_gradients(self, unused: Collection[str]) -> None:
         for bucket in self._buckets:
             # Free the copies bucket by bucket.
             flat, bucket.flat = cast(torch.Tensor, bucket.flat), None

@@ -150,7 +150,7 @@ class ShardedModel:
         for info in infos.values():
             info.replicate_process_group = own_group()
 
-    def go_on_averaging(self) -> None:
+    def resume_averaging(self) -> None:
         """Undo `stop_averaging`."""
         for info, group in self._averaging:
             info.replicate_process_group = group

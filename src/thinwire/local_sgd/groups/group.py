@@ -86,7 +86,7 @@ class Group(ABC):
         """Give all processes of this member what its first one has: the members, and `received`."""
         assert self.inside.size == 1, "a member of several processes has a MachineGroup"
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Make this process's messages fail, and so those of the others."""
         self.commit(False)
 

@@ -82,14 +82,14 @@ class MachineGroup(Group):
             if not self._is_first:
                 self.received = deserialize(sent.cpu())
 
-    def break_off(self) -> None:
-        self._group.break_off()
+    def abort(self) -> None:
+        self._group.abort()
 
     def commit(self, committed: bool) -> None:
         if self._is_first:
             self._group.commit(committed)
         elif not committed:
-            self._group.break_off()
+            self._group.abort()
 
     def reset(self, commits: int = 0) -> None:
         if self._is_first:
@@ -121,7 +121,7 @@ def in_all_processes(action: Callable[[], Any], group: Group) -> Any:
         raise
     except BaseException as error:
         # Before telling this member's other processes: this local rank's peers wait for our messages.
-        group.break_off()
+        group.abort()
         failure = error
     _results(None, failure, group.inside)
     return result

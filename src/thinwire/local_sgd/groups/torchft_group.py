@@ -243,7 +243,7 @@ class TorchftGroup(Group):
     def reset(self, commits: int = 0) -> None:
         self._manager.load_state_dict({"step": commits, "batches_committed": commits})
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         self._group.abort()
 
     def join_local_rank(
