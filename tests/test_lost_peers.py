@@ -115,7 +115,7 @@ CASES: list[tuple[Algorithm, Fault]] = [
     (POWER, fail_at(LOST, AT, "kill", after_messages=2)),
     (AllReduce(), fail_at(LOST, AT, "kill", after_messages=1)),
     (POWER, fail_at(LOST, AT, "raise", after_messages=2)),
-    (POWER, fail_at(LOST, AT, "stall", seconds=2 * TIMEOUT_SECONDS)),
+    (POWER, fail_at(LOST, AT, "stall", seconds=3 * TIMEOUT_SECONDS)),
 ]
 
 

@@ -87,6 +87,7 @@ def served(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.nightly  # a browser needs both cores for seconds
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium shows the page")
 @pytest.mark.parametrize("rate", ["1", "1000"])
 def test_the_page_shows_in_a_browser_what_the_command_says(rate: str, tmp_path: Path) -> None:

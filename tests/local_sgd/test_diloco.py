@@ -150,7 +150,7 @@ def test_muon_inside(member: Member) -> None:
 
 @in_each_member(1)
 def test_momentum_with_few_entries_is_warned_of_at_the_users_line(member: Member) -> None:
-    told = "momentum, and TopK.* sends an entry only now and then.* leave momentum out"
+    told = "momentum, but TopK.* sends an entry only now and then.* leave momentum out"
     for outer in (Nesterov(momentum=0.9), NESTEROV, partial(torch.optim.Adam, lr=1e-3)):
         with pytest.warns(UserWarning, match=told) as caught:
             diloco(member, algorithm=TopK(), outer=outer).__enter__()

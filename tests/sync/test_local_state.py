@@ -185,7 +185,7 @@ def test_on_a_machine_that_others_share_one_own_file_is_refused() -> None:
     simulation = pairs(POWER)
     run(simulation, range(2))
     other = crosswise(POWER)
-    with pytest.raises(StateError, match="with local rank 1, and this is process 1 of 4"):
+    with pytest.raises(StateError, match="with local rank 1, but this is process 1 of 4"):
         other.syncs[1].load_state_dict(simulation.syncs[1].local_state_dict())
     assert other.syncs[1].steps == 0
 

@@ -1,6 +1,7 @@
 """Functions to inspect DDP models and buckets, and to register hooks on them."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
+import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -153,15 +154,24 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
     """Return the DDP models with a wanted hook state: a hook does not get its model."""
-    models = live_objects(DistributedDataParallel)
-    return [model for model in models if any(is_wanted(state) for _, state in comm_hooks(model))]
+    return _search(lambda model: any(is_wanted(state) for _, state in comm_hooks(model)))
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
     """Return the DDP model with these parameters; None if there are several."""
     wanted = set(map(id, parameters))
-    holding = [m for m in live_objects(DistributedDataParallel) if wanted <= set(map(id, ddp_parameters(m)))]
+    holding = _search(lambda model: wanted <= set(map(id, ddp_parameters(model))))
     return holding[0] if len(holding) == 1 else None
+
+
+def _search(matches: Callable[[DistributedDataParallel], bool]) -> list[DistributedDataParallel]:
+    """Return the DDP models that match; if none does, search what `gc.freeze()` has hidden, too."""
+    found = [model for model in live_objects(DistributedDataParallel) if matches(model)]
+    if not found and gc.get_freeze_count():
+        gc.unfreeze()
+        found = [model for model in live_objects(DistributedDataParallel) if matches(model)]
+        gc.freeze()
+    return found
 
 
 # Models that can't be attached.
