@@ -134,7 +134,7 @@ def train(
             loss = (model(inputs) - (inputs @ target).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            time.sleep(0.1)  # or those that wait for a member to come back would work all the time
+            time.sleep(0.1)  # so that members that wait for another one do not work all the time
             local.step() if averages_gradients else optimizer.step()
             if local.steps == saves_at:
                 checkpoint.save(local.state_dict(), file)

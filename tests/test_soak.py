@@ -22,7 +22,7 @@ def test_after_faults_of_every_kind_all_processes_have_the_same_and_nothing_is_l
         assert process.step == 20
         assert process.skipped == 5  # lost and repeated ones once
         assert process.gap < 1e-5
-        assert process.owed > 1e-3  # what was to be missed, had it been lost
+        assert process.owed > 1e-3  # a loss of this residual would show
         assert process.ratio > 5
 
 

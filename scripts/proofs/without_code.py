@@ -36,10 +36,10 @@ ACCELERATE = [
     "--num_machines=1",
 ]
 ACCELERATE += ["--mixed_precision=no", "--dynamo_backend=no"]
-# As people write it in a job's script; needs a running slurmctld and slurmd.
+# A job's script sets these variables; it needs a running slurmctld and slurmd.
 RANKS = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
 SRUN = ["srun", "--ntasks=2", "bash", "-c", f'{RANKS} MASTER_ADDR=127.0.0.1 MASTER_PORT=29577 exec "$@"', "-"]
-# What a PyTorchJob sets in a pod: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and nothing else.
+# A PyTorchJob sets these variables in a pod: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and nothing else.
 PODS = [PYTHON, "-m", "thinwire", "lab", "--machines", "2", "--", "env"]
 PODS += ["--unset=LOCAL_RANK", "--unset=LOCAL_WORLD_SIZE", "--unset=GROUP_RANK", "--unset=GROUP_WORLD_SIZE"]
 BY_VARIABLE = ["env", "THINWIRE_ATTACH=4 bits"]
@@ -122,7 +122,7 @@ def proofs(folder: Path) -> dict[str, Proof]:
         "datasets": [{"path": str(folder / "rows/train.jsonl"), "ds_type": "json", "type": "completion"}],
         "dataset_prepared_path": str(folder / "prepared"),
         "dataset_num_proc": 1,
-        "seed": 0,  # of the order of the rows
+        "seed": 0,  # fixes the order of the rows
         "sequence_len": 32,
         "micro_batch_size": 4,
         "gradient_accumulation_steps": 1,

@@ -43,7 +43,7 @@ class MemberProcesses:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "none",
         }
-        self._failed_code = 0  # of the first process that failed
+        self._failed_code = 0  # the first failed process's
         self._processes = [start({**variables, **ranks_of(rank, size)}) for rank in range(size)]
 
     @property

@@ -167,7 +167,7 @@ class Job:
         self.processes: list[Any] = []  # each a Process, or several as one
         self.failure: str | None = None  # how the first failed process ended
         self.received: int | None = None  # the signal that has asked the job to end
-        self.exit_code = 0  # as in a shell; 128 + the signal if one has ended the job
+        self.exit_code = 0  # follows the shell's rule: 128 + the signal if one has ended the job
         self.output = output or Output(sys.stdout.buffer)  # unless processes print where this one does
         self._start, self._size, self._say = start, size, say
         self._grace_seconds, self._end_within_seconds = grace_seconds, end_within_seconds

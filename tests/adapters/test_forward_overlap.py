@@ -343,7 +343,7 @@ def test_detaching_gives_the_optimizer_back() -> None:
 def test_changed_gradients_are_refused() -> None:
     model, optimizer, _ = overlapped()
     torch.autograd.backward(loss_of(model, 0))
-    model.module.embed.weight.grad[0] += 1  # of all only a part
+    model.module.embed.weight.grad[0] += 1  # only a part of all gradients changes
     with pytest.raises(StepError, match="clip_norm"):
         optimizer.step()
     optimizer.zero_grad()

@@ -99,7 +99,7 @@ def test_the_page_shows_in_a_browser_what_the_command_says(rate: str, tmp_path: 
     )
     folder = tmp_path / "calculator"
     folder.mkdir()
-    # As on the site, headings have ids, which the page's own must not be.
+    # Headings have ids, like those on the site; the page's own ids must differ from them.
     (folder / "index.html").write_text(markdown.markdown(page, extensions=["toc"]))
     for name in ("calculator.js", "calculator_page.js", "calculator.json"):
         shutil.copy(ROOT / "docs" / name, tmp_path)

@@ -43,7 +43,7 @@ def test_the_shards_of_a_replica_share_its_link() -> None:
     state = _state(model)
     advise = partial(thinwire.advise, model, one_step, budget_seconds=0.05, budget_loss=float("inf"))
     with only_priced(*FEW), patch.object(sharded_subject, "probe", _hardly_probed):
-        # Of all four processes, of which two and two are near each other: the link is that of one of each.
+        # Two pairs of the four processes are near each other: the link joins one process of each pair.
         first = advise(network(1e4, world_size=4, nodes=[[0, 1], [2, 3]]))
     with only_priced(*FEW[:2]), patch.object(sharded_subject, "probe", _hardly_probed):
         probed = advise(replicas=mesh["replicate"])

@@ -19,7 +19,7 @@ pytest.importorskip("torchft")
 pytestmark = pytest.mark.timeout(300)
 
 PATIENCE_SECONDS = 90.0
-# What a user types, but who is silent for two seconds instead of five is lost.
+# A user types this; but here a member is lost after two silent seconds instead of five.
 RUN = """
 import sys
 from thinwire import cli, elastic_job

@@ -125,7 +125,7 @@ class Run(InTurns[LocalSGD]):
                 wait_for(Turn())
                 if not pending(local):
                     self.models[local.steps, member] = self.lasts(member)
-            # What is left of other fragments after a turn would be averaged now, unseen by what is noted.
+            # The exit would average other fragments' work after a turn, and `put_in` would not see it.
             for fragment in local._model.fragments if not pending(local) else ():
                 fragment.work = 0.0
         return "left" if local.is_leaving else "done"

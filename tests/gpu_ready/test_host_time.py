@@ -25,7 +25,7 @@ from thinwire.tensors import accelerators
 
 # The shortest of so many steps: what else the machine does only adds to it.
 STEPS, UNTIMED_STEPS = 20, 6
-LONGEST = 48  # of a matrix's sides: what is computed takes no time
+LONGEST = 48  # a matrix's longest side, so that computing takes no time
 
 
 class Idle(Alike):

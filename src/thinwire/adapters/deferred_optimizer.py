@@ -23,8 +23,8 @@ class DeferredOptimizer:
         self.optimizer, self._poison = optimizer, poison
         self.is_deferred = False  # whether step() was called since the last backward pass
         self._before, self._step = vars(optimizer).get("step"), optimizer.step
-        self._settings: list[dict[str, Any]] = []  # of each group, at the call of step()
-        self._values: dict[nn.Parameter, torch.Tensor] = {}  # of poisoned parameters
+        self._settings: list[dict[str, Any]] = []  # each group's, copied when step() was called
+        self._values: dict[nn.Parameter, torch.Tensor] = {}  # the values behind poisoned parameters
 
     def replace_step(self, send: Callable[[], bool]) -> None:
         """Make the optimizer's `step()` call `send`, and step later if that has sent gradients."""

@@ -48,8 +48,8 @@ COLLECTIVES: dict[type[Algorithm], tuple[Collective, ...]] = {
     Quantize: ("all_to_all", "all_gather"),
     TopK: ("all_gather",),
 }
-FORWARD_SHARE = 1 / 3  # of compute time: a backward pass takes about twice as long
-BLOCKS_SHARE = 0.85  # of the parameters; the rest is the embedding
+FORWARD_SHARE = 1 / 3  # share of compute time: a backward pass takes about twice as long
+BLOCKS_SHARE = 0.85  # share of the parameters; the rest is the embedding
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 LEAST_GAIN = 0.05  # the default of `thinwire.advise`
 MAX_PARAMETERS = 10**12

@@ -11,7 +11,7 @@ from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 
 MAX_BUDGET_LOSS = 0.2  # a larger number was probably meant in percent
-MAX_SLOWDOWN = 1.1  # of predictions that tie with the fastest
+MAX_SLOWDOWN = 1.1  # a prediction up to this much slower ties with the fastest
 # It sends the same messages as `Cast("bf16")`, at the same time, without Thinwire.
 NATIVE = "native HSDP in bf16"
 NATIVE_LINES = (

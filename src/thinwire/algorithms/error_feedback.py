@@ -48,7 +48,7 @@ class WithResidual(NamedTuple):
 
     # Flat; then, if some residual may not fit, one element that says whether any remains on this member.
     parts: list[torch.Tensor]
-    # What does not fit the range of the types on the way, by parameter: the same names on all members.
+    # The overflow of the types on the way, by parameter; all members have the same names.
     remainders: dict[str, torch.Tensor]
 
 

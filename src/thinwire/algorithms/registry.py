@@ -27,7 +27,7 @@ AUTO = "auto"  # in place of an algorithm's name: choose one
 class Variant:
     """An algorithm with settings to try."""
 
-    code: str  # as it is written in code, after `thinwire.`
+    code: str  # the text that stands in code after `thinwire.`
     algorithm: Algorithm
     # Largest relative error of its means. If it keeps a residual: of the sum of all means and the residual.
     tolerance: float = 1e-5

@@ -49,7 +49,7 @@ def probe(
     # Only on the process that writes: other machines of a job need no such folder.
     if os.environ.get("RANK", "0") == "0":
         check_output("--save", save)
-    # As in `thinwire check`, this does not return if it starts processes.
+    # Like `thinwire check`, this does not return if it starts processes.
     run_here(processes)
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from thinwire.comm.transport import Collective, Operation
 
 POSTED_AHEAD = 4
-HEAD_BYTES = 1 << 19  # of all that a rank sends at the same time: 40 ms at 100 Mbit/s
+HEAD_BYTES = 1 << 19  # a rank sends this much at the same time: 40 ms at 100 Mbit/s
 LENGTH_BYTES = 8
 # Among more than two ranks, long messages use Gloo's ring, which was not slower than p2p.
 MAX_P2P_SIZE, MAX_P2P_BYTES = 16, 1 << 20
@@ -153,8 +153,8 @@ class PeerWork:
     """The messages of one collective to and from all peers."""
 
     posted: Sequence[PostedRecv]
-    rows: Sequence[torch.Tensor]  # of bytes, into which messages are received
-    works: Sequence[dist.Work]  # of the sends, and of the rests of long messages
+    rows: Sequence[torch.Tensor]  # bytes into which messages are received
+    works: Sequence[dist.Work]  # the sends, and the rests of long messages
     finish: Callable[[], object]  # computes the result from the received rows
     on_end: Callable[[PeerWork], object]
 

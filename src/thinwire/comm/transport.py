@@ -21,7 +21,7 @@ class Message:
     collective: Collective
     tensor: torch.Tensor  # this rank's input
     output: torch.Tensor  # receives the result; for an all-reduce and a broadcast, `tensor` itself
-    purpose: str  # what it is for, and in which step, for errors
+    purpose: str  # errors name it: the use, and the step
     operation: Operation = "sum"  # for an all-reduce
     source: int = 0  # for a broadcast, the source rank
 

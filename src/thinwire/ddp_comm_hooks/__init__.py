@@ -47,7 +47,7 @@ class _Registration:
     def __call__(
         self, model: torch.nn.Module, state: object = None, start_powerSGD_iter: int | None = None
     ) -> None:
-        # As in torch, the state is a process group here, and the hook's own state is made from it.
+        # The state is a process group here, like torch's, and the hook's own state is made from it.
         if not (state is None or isinstance(state, dist.ProcessGroup)):
             raise ConfigError(
                 f"state must be a process group or None, got {type(state).__name__}; with your own "

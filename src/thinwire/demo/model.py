@@ -123,7 +123,7 @@ class GPT(nn.Module):
         )
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        # As in GPT-2: each block adds to the residual stream twice, so its last layers start smaller.
+        # Each block adds to the residual stream twice, so its last layers start smaller, like GPT-2's.
         for name, parameter in self.named_parameters():
             is_last = name.endswith(("out_proj.weight", "linear2.weight"))
             if parameter.dim() > 1:

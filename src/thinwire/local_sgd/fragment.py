@@ -37,7 +37,7 @@ class Averaged(NamedTuple):
 class Buckets:
     """Tensors that are sent flat, as one for each device and dtype, buffers separately."""
 
-    num_rounds = 1  # of the last averaging over the group
+    num_rounds = 1  # the last averaging over the group took this many
 
     def __init__(self, averaged: Iterable[Averaged]) -> None:
         kinds = defaultdict(list)

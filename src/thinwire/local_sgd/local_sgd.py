@@ -29,7 +29,7 @@ from thinwire.local_sgd.model_changes import ModelChanges, engines_of
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
-from thinwire.local_sgd.training_loop import check_ddp, telling_of_ddp
+from thinwire.local_sgd.training_loop import check_ddp, warn_of_ddp
 from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class LocalSGD(ModelAverager, Joinable):
             attached.enter_context(self._in_loop())
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
-                attached.enter_context(telling_of_ddp(model.module, group))
+                attached.enter_context(warn_of_ddp(model.module, group))
             else:
                 ddp = model.ddp
                 adapters = {"group": DDPAdapter(engines.gradients, ddp)}

@@ -35,7 +35,7 @@ class LoadedState(NamedTuple):
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
     warmup: Mapping[str, Any] | None  # for its engine to check; None if it had no separate one, or was over
-    digest: int  # of the whole state, for processes to compare what they loaded
+    digest: int  # processes compare it, to know that they loaded the same state
     members: Mapping[str, Any] | None = None  # from elastic members, to be checked against the model
 
 

@@ -123,18 +123,18 @@ class _Hook:
 
 
 @contextmanager
-def telling_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
+def warn_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
     """Warn once, while this is open, if DDP around a plain module averages its gradients over the group."""
-    told: list[DistributedDataParallel] = []
+    warned: list[DistributedDataParallel] = []
 
     def look(ddp: DistributedDataParallel) -> None:
         averages = torch.is_grad_enabled() and ddp.require_backward_grad_sync and not comm_hooks(ddp)
-        if told or not averages or not isinstance(transport, ProcessGroupTransport) or transport.rank:
+        if warned or not averages or not isinstance(transport, ProcessGroupTransport) or transport.rank:
             return
         # Over fewer processes, such as those of a machine, both have a use.
         members, theirs = map(dist.get_process_group_ranks, (transport.group, ddp.process_group))
         if {*members} <= {*theirs}:
-            told.append(ddp)
+            warned.append(ddp)
             logger.warning(
                 "DDP averages the gradients of this model in every step, so LocalSGD saves nothing: pass "
                 "LocalSGD the DDP model instead of its module, or train inside model.no_sync()"

@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
-from thinwire.adapters.common import live_objects, log_start
+from thinwire.adapters.common import live_objects, log_start, trains
 from thinwire.adapters.ddp_model import hook_of
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
@@ -36,8 +36,8 @@ PASS_SECONDS = 1800.0  # and that they have reached their first pass: as long as
 BY_ITSELF = "the script attaches by itself"
 
 _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processes
-_runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # of models that are alive
-_waiting: set[_Votes] = set()  # of models without a training pass yet, deleted or not
+_runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # one per living model
+_waiting: set[_Votes] = set()  # one per model without a training pass, deleted or not
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
@@ -160,7 +160,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     averaging = averaging_of(options.algorithm)
     if isinstance(averaging, Algorithm):
         return attach(model, averaging, **settings)
-    optimizer = next((found for found in live_objects(torch.optim.Optimizer) if _trains(found, owned)), None)
+    optimizer = next((found for found in live_objects(torch.optim.Optimizer) if trains(found, owned)), None)
     if optimizer is None:
         raise AttachError(
             "auto needs this model's optimizer, but none trains it yet; build the optimizer before the "
@@ -296,11 +296,6 @@ def _leave_alone(options: Options, reason: str) -> None:
         raise AttachError(reason)
     if dist.get_rank() == 0:
         _say(f"the model stays as it is: {reason}")
-
-
-def _trains(optimizer: Any, owned: set[int]) -> bool:
-    groups = getattr(optimizer, "param_groups", ())
-    return any(id(parameter) in owned for group in groups for parameter in group["params"])
 
 
 def _log_to_stderr() -> None:

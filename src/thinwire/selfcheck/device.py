@@ -85,7 +85,7 @@ def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
     matrix, error, right = (drawn.float().to(context.device) for drawn in (exact, residual, start[None]))
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
-    with full_precision(context.device):  # as in steps; otherwise this would measure TF32 if it is on
+    with full_precision(context.device):  # steps do so, too; otherwise this would measure TF32 if it is on
         kernels = dispatch.kernels_for(matrix, matrix_rank)
         (left,) = kernels.products([MatmulBatch(group, right, None, add_error=True)])
         (basis,) = kernels.orthonormal_rows([Rows(left)])

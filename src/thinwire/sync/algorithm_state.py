@@ -64,7 +64,7 @@ class AlgorithmState:
         self.nonfinite_steps = 0  # as far as the host knows
         self.may_remember = False  # whether any process of this machine may have something in memory
         self.torn = ""  # the step that has written memory, but whose means did not arrive
-        self.loaded_digest: int | None = None  # of the last loaded state, for processes to compare
+        self.loaded_digest: int | None = None  # the last loaded state's, which processes compare
         self.unchecked: SavedState | None = None  # loaded, but not checked against the model yet
         self.inter_node, self.partition = inter_node, partition
         self._unseen: list[torch.Tensor] = []  # whether each of the latest steps was healthy

@@ -43,7 +43,7 @@ class BucketState:
     # Once it is open.
     plan: BucketPlan = NOTHING  # on a machine of several processes, for the part that this one averages
     parts: BucketParts | None = None  # how processes of a machine divide the bucket
-    machine_bytes: int = 0  # what all of them send for it in a step, according to the plan
+    machine_bytes: int = 0  # the plan's bytes that all of them send for it in a step
     # While it is in flight.
     flat: torch.Tensor = NO_GRADIENTS.flat
     part: Bucket = NO_GRADIENTS  # the part of `flat` that this process averages, once it is sent

@@ -31,7 +31,7 @@ from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.tensors.layout import shape_of_shard, shard_of
 
 FORMAT = 5
-FORMAT_0_2 = 4  # of Thinwire 0.2: this version reads it, the next one does not
+FORMAT_0_2 = 4  # Thinwire 0.2 wrote it: this version reads it, the next one does not
 NAMES_IN_0_2 = {"rank": "member", "world_size": "members", "local_rank": "place", "local_size": "places"}
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -64,9 +64,9 @@ class SavedState(NamedTuple):
     algorithm: str
     step: int  # committed steps
     skipped_steps: int  # steps that were not finite
-    shapes: Mapping[str, tuple[int, ...]]  # of all trained parameters, by name
+    shapes: Mapping[str, tuple[int, ...]]  # all trained parameters' shapes, by name
     slots: Tensors
-    position: Position | None = None  # of the process that saved it for itself; None for a state of all
+    position: Position | None = None  # the process that saved it for itself; None for a state of all
     cuts: Cuts = {}  # noqa: RUF012 - never written
     digest: int = 0  # for processes to compare what they have loaded
 

@@ -43,7 +43,7 @@ class Step:
         weights: Weights | None = None,
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
-        self.num_parameters = self.gradient_bytes = 0  # of the buckets started so far
+        self.num_parameters = self.gradient_bytes = 0  # the sum over the buckets started so far
         self._plans, self._state, self._memory, self._scheduler = plans, plans.state, memory, scheduler
         self._clock, self._traffic, self._ended, self._name = clock, traffic, ended, scheduler.name
         self._buckets: list[BucketState] = []  # in the order in which they were started

@@ -73,7 +73,7 @@ def shape_of_shard(shape: Sequence[int], dim: int | None, shard: int, num_shards
 
 
 def _rows_of_shard(size: int, shard: int, num_shards: int) -> tuple[int, int]:
-    # As DTensor does: into parts with the same number of rows, rounded up; the last are smaller, or empty.
+    # DTensor cuts like this: equal numbers of rows, rounded up; the last parts are smaller, or empty.
     rows = -(-size // num_shards)
     start = min(shard * rows, size)
     return start, min(rows, size - start)

@@ -24,7 +24,7 @@ class Workspace:
 
     def __init__(self, seed: int, *, warm_start: bool = True) -> None:
         self.seed, self.warm_start = seed, warm_start
-        self.M: BucketMatrices | None = None  # of the last step, if the next one may have the same addresses
+        self.M: BucketMatrices | None = None  # the last step's, if the next one may have the same addresses
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._batches: dict[tuple[str, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self.drawn: dict[Hashable, torch.Tensor] = {}  # random rows by shape, device and type
@@ -246,7 +246,7 @@ class MessageParts:
 
     factors: Sequence[torch.Tensor]
     uncompressed: Sequence[torch.Tensor]
-    dtype: torch.dtype  # of the message
+    dtype: torch.dtype  # the message's
     workspace: Workspace
     number: int  # of the message in its step
 

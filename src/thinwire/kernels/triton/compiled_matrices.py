@@ -228,7 +228,7 @@ def reconstruct(
         # All elements, even finite ones, so that a GradScaler skips the step on every member.
         total = tl.where(good, total, float("nan"))
     if LIMIT > 0:
-        # What the dtype can't hold of a mean stays in the residual. Keep NaN, which minimum and maximum drop.
+        # The residual keeps what the dtype can't hold of a mean. Keep NaN, which minimum and maximum drop.
         fitting = tl.where(total == total, tl.minimum(tl.maximum(total, -LIMIT), LIMIT), total)
         rounded = fitting.to(g.dtype.element_ty)
         w += total - rounded.to(tl.float32)

@@ -21,7 +21,7 @@ from thinwire.tensors.layout import local_tensor
 # one message: see `receive_state`.
 PART_BYTES = 1 << 22
 MAX_BYTES = 1 << 44
-MEASURED_SHARE = 0.2  # of the timeout: after it, estimate whether a state will arrive in time
+MEASURED_SHARE = 0.2  # share of the timeout: after it, estimate whether a state will arrive in time
 PURPOSE = "sending a newcomer what it starts from"
 
 
