@@ -84,11 +84,41 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(
         main()
 
 
-def test_a_file_that_can_not_be_written_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+FILES = ["report run.jsonl --output {}", "probe --save {}", "lab --report {} -- true", "attach --watch {} -- true"]
+FOLDERS = ["demo --output {}", "attach --checkpoint {} -- true"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "path", "told"),
+    [
+        (FILES, "folder", "it is a folder; give a file"),
+        (FILES, "locked/file", "permission denied; give another file"),
+        (FILES[:3], "missing/file", "there is no folder missing; make it first"),
+        (FILES[3:], "file/below", "it is a file; give another folder"),
+        (FOLDERS, "file", "it is a file; give another folder"),
+        (FOLDERS, "file/below", "Not a directory; give another folder"),
+        (FOLDERS, "locked", "permission denied; give another folder"),
+    ],
+)
+def test_a_path_that_can_not_be_written_is_refused_before_the_work(
+    commands: list[str],
+    path: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert exit_code(monkeypatch, "report", recorded_run(tmp_path), "--output", tmp_path) == 2
-    assert "can't be written: it is a folder" in capsys.readouterr().err
+    for name in ("folder", "locked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    # Root, whom tests may run as, has every permission.
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or "locked" not in str(path))
+    for command in commands:
+        assert exit_code(monkeypatch, *command.format(path).split()) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("thinwire: --"), command
+        assert line.endswith(f": {told}"), command
 
 
 @pytest.mark.parametrize(

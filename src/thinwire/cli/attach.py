@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from thinwire.cli.common import check_output
+from thinwire.cli.common import check_output, make_folder
 from thinwire.errors import ConfigError
 from thinwire.preload.settings import Options
 
@@ -58,14 +58,11 @@ def attach(
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError(f"there is no command {command[0]!r}; nothing was started")
-    for option, needed in (("--watch", watch and watch.parent), ("--checkpoint", checkpoint)):
-        try:
-            if needed is not None:
-                needed.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"{needed} can't be made ({error.strerror})"
-            raise ConfigError(f"{option}: {why}; nothing was started") from error
+    if watch is not None and not watch.parent.is_dir():
+        make_folder("--watch", watch.parent)
     check_output("--watch", watch)
+    if checkpoint is not None:
+        make_folder("--checkpoint", checkpoint)
     environment = os.environ | options.environment()
     _check_installed(program, environment)
     os.execve(program, command, environment)
