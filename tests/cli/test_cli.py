@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from thinwire import PowerSGD, Watch, checks
+from thinwire import PowerSGD, Watch, checks, launch
 from thinwire.cli import build_app, main
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
@@ -82,6 +82,18 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(
     monkeypatch.setattr(sys, "argv", ["thinwire", "--debug", "report", str(missing)])
     with pytest.raises(ConfigError, match="can't be read"):
         main()
+
+
+def test_an_error_of_all_processes_of_a_local_job_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(launch.STORE_VARIABLE, str(tmp_path / "store"))
+    told = []
+    for name in ("one", "one", "two"):  # three processes: two say the same
+        assert exit_code(monkeypatch, "report", name) == 2
+        told.append(capsys.readouterr().err)
+    expected = "thinwire: {} can't be read: No such file or directory\n"
+    assert told == [expected.format("one"), "", expected.format("two")]
 
 
 FILES = ["report run.jsonl --output {}", "probe --save {}", "lab --report {} -- true", "attach --watch {} -- true"]
