@@ -96,7 +96,12 @@ def test_an_error_of_all_processes_of_a_local_job_is_printed_once(
     assert told == [expected.format("one"), "", expected.format("two")]
 
 
-FILES = ["report run.jsonl --output {}", "probe --save {}", "lab --report {} -- true", "attach --watch {} -- true"]
+FILES = [
+    "report run.jsonl --output {}",
+    "probe --save {}",
+    "lab --report {} -- true",
+    "attach --watch {} -- true",
+]
 FOLDERS = ["demo --output {}", "attach --checkpoint {} -- true"]
 
 

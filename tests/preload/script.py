@@ -24,6 +24,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if "hook" in sys.argv:
         model.register_comm_hook(None, fp16_compress_hook)
+    if "eval" in sys.argv:
+        model.eval()
     if "attach" in sys.argv:
         import thinwire  # noqa: PLC0415
 

@@ -100,22 +100,51 @@ def test_strict_ends_the_training_instead() -> None:
     )
 
 
-def test_a_process_that_trained_alone_is_told_that_nothing_was_attached(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_strict_fails_if_nothing_was_attached() -> None:
+    ranks = run_job(str(FORKED), str(SCRIPT), "eval", environment=Options(TOLD, strict=True).environment())
+    assert [rank.returncode for rank in ranks] == [1, 0]
+    assert "it made no forward pass in training mode" in ranks[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("has_optimizer", "environment", "is_told"),
+    [
+        (True, {}, True),
+        (False, {}, False),  # a launcher
+        (False, {"RANK": "0", "WORLD_SIZE": "2"}, True),
+        (False, {"RANK": "0", "WORLD_SIZE": "2", "THINWIRE_ATTACH_BUILT": "1"}, False),  # a data worker of it
+    ],
+)
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_process_that_built_no_model_says_so_and_fails_if_strict(
+    has_optimizer: bool,
+    environment: dict[str, str],
+    is_told: bool,
+    is_strict: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     from thinwire.preload import startup  # noqa: PLC0415 - it waits for DDP
 
-    monkeypatch.delitem(sys.modules, "thinwire.preload.model")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: False)  # a launcher's process
-    startup.tell_if_nothing_was_built()
-    assert not capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.delitem(sys.modules, "thinwire.preload.model")
+    for name in ("thinwire.preload.model", "thinwire.sync"):
+        monkeypatch.delitem(sys.modules, name)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: has_optimizer)
+    for name, value in ({"WORLD_SIZE": "1"} | environment | Options(strict=is_strict).environment()).items():
+        monkeypatch.setenv(name, value)
+    startup.end_process()
+    assert ("nothing was attached" in capsys.readouterr().err) == is_told
+    assert codes == [1] * (is_told and is_strict)
+
+
+def test_a_process_that_trains_has_made_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    from thinwire.preload import startup  # noqa: PLC0415 - it waits for DDP
+
     SGD(nn.Linear(2, 2).parameters())
-    startup.tell_if_nothing_was_built()
-    assert "nothing was attached" in capsys.readouterr().err
+    assert startup.has_made_an_optimizer()
 
 
 def started_otherwise() -> list[str]:

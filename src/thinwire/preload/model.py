@@ -39,6 +39,7 @@ _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processe
 _runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # one per living model
 _waiting: set[_Votes] = set()  # one per model without a training pass, deleted or not
 
+has_attached = threading.Event()  # set once a model of this process is attached, also by the script itself
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
 
@@ -130,10 +131,11 @@ class _BeforeFirstPass:
         if differs and sync is not None:
             # Some processes could not attach, or have loaded another state: detach on all.
             sync.detach()
-        if differs or problem:
-            if problem != BY_ITSELF:
-                _leave_alone(self._options, differs or problem)
-        elif run is not None:
+        if (differs or problem) and problem != BY_ITSELF:
+            _leave_alone(self._options, differs or problem)
+            return
+        has_attached.set()
+        if run is not None:
             _attached.add(model)
             run.begin()
 
