@@ -152,7 +152,7 @@ def test_a_killed_member_averages_gradients_again_and_one_of_another_layout_is_r
                 0
             ]  # its others may be ended before they tell
         assert refused["error"] == "AgreementError"
-        assert "processes of a member 2, each with the whole" in refused["message"]
+        assert "a member of 2 processes, each with the whole" in refused["message"]
         told.wait_for_averagings(0)
         assert told.lines(event="averaged", member=0)[-1]["losses"] == losses
         told.wait(lambda: told.check_equal(have_parts=False) > 5)

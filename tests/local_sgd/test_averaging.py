@@ -433,7 +433,7 @@ def test_a_compiled_model(member: Member) -> None:
         (
             (1,),
             AgreementError,
-            "entering LocalSGD: process 0 has no parameters that changed since LocalSGD",
+            "entering LocalSGD: process 0 has no changed parameters, process 1 has changed parameters",
         ),
     ],
 )

@@ -178,7 +178,10 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
         lambda member: member.local(every_steps=2 + member.rank).__enter__(),
         "AgreementError: entering LocalSGD: process 0 has every_steps 2, process 1 has every_steps 3",
     ),
-    "state on one only": (state_on_one_only, "process 0 has loaded state none, process 1 has loaded state"),
+    "state on one only": (
+        state_on_one_only,
+        "process 0 has loaded no state, process 1 has loaded a state with",
+    ),
     # Fragments and delays.
     "layers": (
         {"every_steps": 9, "streaming": Streaming(fragments=4)},

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a scaler on one": (
         lambda: ddp_step(grad_scaler=GradScaler("cpu") if is_odd() else None),
-        "process 0 has loss scale not known, process 1 has loss scale known",
+        "process 0 has no grad_scaler, process 1 has grad_scaler set",
     ),
     "another host check of a hook": (
         lambda: hooked_step(hooks.PowerSGDState(None, host_check=is_odd()), hooks.powerSGD_hook),
@@ -176,15 +176,15 @@ DIFFERENCES = {
         before=lambda rank, sync: sync.use(Cast("bf16" if rank else "fp16")),
     ),
     "loaded a later state": Differs(
-        "process 0 has committed steps 0, process 1 has committed steps 3",
+        "process 0 has committed 0 steps, process 1 has committed 3 steps; process 0 has loaded a state with",
         before=lambda rank, sync: sync.load_state_dict(saved(3 * rank)),
     ),
     "loaded another state": Differs(  # as if both were of the same step
-        "process 1 has loaded state ",
+        "process 1 has loaded a state with checksum ",
         before=lambda rank, sync: sync.load_state_dict(saved(1 + rank) | {"step": 1}),
     ),
     "saved on one at the first step": Differs(
-        "calls differ: process 0 has call state_dict(), process 1 has call a step. Make the same calls",
+        "calls differ: state_dict() on process 0, a step on process 1. Make the same calls",
         before=lambda rank, sync: rank or sync.state_dict(),
     ),
 }

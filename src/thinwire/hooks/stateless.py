@@ -264,6 +264,6 @@ def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Te
     # A reference to the group itself: a later group may have the same name.
     agreed = (weakref.ref(transport.group), how, sizes)
     if parameters[0] not in _agreed or _agreed[parameters[0]] != agreed:
-        description = {"thinwire": __version__, "algorithm": how, "parameters": repr(sizes)}
+        description = {"thinwire": __version__, "algorithm": how, "parameters": f"of sizes {sizes}"}
         agree(transport, description, "a bucket's first step")
         _agreed[parameters[0]] = agreed

@@ -26,7 +26,7 @@ from thinwire.sync import Engine
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 8
-LOADED_STATE = "loaded state"
+LOADED_STATE = "loaded"
 
 
 class Membership(ABC):
@@ -97,7 +97,7 @@ class StaticMembership(Membership):
         # The plan is for the parameters trained then. Messages of different lengths would crash the process;
         # with equal lengths, different parameters would be averaged with each other.
         others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})[:4]
-        self._agree({"parameters that changed since LocalSGD was created:": str(others)} if others else {})
+        self._agree({"changed parameters": str(others)} if others else {})
         if others:
             raise StepError(
                 f"the model's trainable parameters or buffers have changed since this {name} was created: "
@@ -106,8 +106,8 @@ class StaticMembership(Membership):
 
     def agree_on_settings(self, loaded: LoadedState | None) -> None:
         """Raise on all processes if their settings differ. Collective."""
-        digest = str(None if loaded is None else loaded.digest)
-        self._agree(self._contributor.settings() | {LOADED_STATE: digest})
+        state = "no state" if loaded is None else f"a state with checksum {loaded.digest}"
+        self._agree(self._contributor.settings() | {LOADED_STATE: state})
 
     def _agree(self, described: dict[str, str], action: Callable[[], None] | None = None) -> None:
         replica, group, purpose = self._contributor.model.replica, self._transport, "entering LocalSGD"

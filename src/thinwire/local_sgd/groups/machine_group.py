@@ -144,13 +144,15 @@ def described_together(own: Description, group: Group) -> Description:
     """Return one description of all processes of this member, to compare. Collective inside."""
     inside = group.inside
     if inside.size == 1:
-        return {"processes of a member": "1", **own}
+        return {"a member": "of 1 process", **own}
     kind = "each with a part of the model" if group.has_parts else "each with the whole model"
     everyone = gather_bytes(json.dumps(own).encode(), inside, "what the processes of a member hold")
-    described = {"processes of a member": f"{inside.size}, {kind}", **json.loads(everyone[0])}
+    described = {"a member": f"of {inside.size} processes, {kind}", **json.loads(everyone[0])}
     for rank, data in enumerate(everyone):
         of_one = json.loads(data).items()
-        described |= {f"{key} (process {rank})": said for key, said in of_one if described.get(key) != said}
+        described |= {
+            f"{key} (on its process {rank})": said for key, said in of_one if described.get(key) != said
+        }
     return described
 
 
