@@ -48,6 +48,26 @@ def assigned(inside: Iterable[ast.AST], name: str) -> list[ast.expr]:
     return found
 
 
+def before(function: ast.AST, use: ast.expr) -> Iterator[ast.stmt]:
+    """Yield the statements that may run before one with `use`, nearest first, without loops."""
+    for field in ("body", "orelse", "handlers", "finalbody"):
+        block = getattr(function, field, [])
+        for index, statement in enumerate(block if isinstance(block, list) else []):
+            if use in ast.walk(statement):
+                yield from before(statement, use)
+                yield from reversed(block[:index])
+
+
+def reaching(function: ast.AST, use: ast.Name) -> list[ast.expr]:
+    """What a name may have been given where it is used: nothing that another assignment replaces."""
+    found: list[ast.expr] = []
+    for statement in before(function, use):
+        found += assigned(ast.walk(statement), use.id)
+        if isinstance(statement, ast.Assign) and assigned([statement], use.id):
+            break
+    return found or assigned(ast.walk(function), use.id)
+
+
 CONSTANTS = [node for tree in TREES for node in tree.body]
 
 
@@ -65,8 +85,8 @@ def messages(node: ast.expr | None, inside: ast.AST) -> set[str]:
             found = joined([left, right], inside)
         case ast.IfExp(body=body, orelse=orelse):
             found = messages(body, inside) | messages(orelse, inside)
-        case ast.Name(id=name):
-            given = assigned(ast.walk(inside), name) or assigned(CONSTANTS, name)
+        case ast.Name(id=name) as use:
+            given = reaching(inside, use) or assigned(CONSTANTS, name)
             found = set().union(*(messages(value, ast.Pass()) for value in given))
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in FUNCTIONS.keys() - {
             *dir(str),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock_default
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock_local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_power
 from torch.nn.parallel import DistributedDataParallel
 
@@ -419,6 +420,46 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
         thinwire.ConfigError, match=r"_rank can't be set: sync.use\(\) has replaced PowerSGD by AllReduce\(\)"
     ):
         state.matrix_approximation_rank = 2
+
+
+def test_what_else_torchs_states_have_is_there_or_told() -> None:
+    """All can be read and set, or a sentence says where they are."""
+    power, local = hooks.PowerSGDState(None), hooks.PostLocalSGDState(None, None, 4)
+    elsewhere = set()
+    for stock, state in ((stock_power.PowerSGDState, power), (stock_local.PostLocalSGDState, local)):
+        for name in stock.__slots__:
+            if hasattr(state, name):
+                setattr(state, name, getattr(state, name))
+            else:
+                elsewhere.add(name)
+    assert "error_dict" in elsewhere
+    for name in ("compression_stats", *elsewhere):
+        with pytest.raises(
+            AttributeError, match=f"a PowerSGDState has no {name}; its memory is in state_dict"
+        ):
+            getattr(power, name)
+    for name in ("matrix_rank", *elsewhere):
+        with pytest.raises(AttributeError, match=f"^{name} can't be set on a PowerSGDState; its settings"):
+            setattr(power, name, 4)
+
+
+@in_each_process(2)
+def test_the_steps_of_a_state_are_counted_from_where_the_user_says() -> None:
+    """As scripts for torch's hook do it when they resume."""
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=5)
+    for wrong in (-1, 1.5):
+        with pytest.raises(thinwire.ConfigError, match="iter must be"):
+            state.iter = wrong  # type: ignore[assignment]
+    state.iter = 4
+    assert state.iter == 4
+    model = hooked(state)
+    gradients_of(model, range(1))
+    assert state.stats().compression_ratio == 1
+    gradients_of(model, range(1))
+    assert state.iter == 6
+    assert state.stats().compression_ratio > 1
+    with pytest.raises(thinwire.ConfigError, match="iter can't be set after the first step"):
+        state.iter = 0
 
 
 def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:

@@ -135,9 +135,8 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         known = [] if is_whole_job else gather_numbers([num_groups()], transport, PURPOSE)
         if any(count != known[0] for count in known):
             return None, (
-                "processes know different numbers of process groups, so PyTorch can't make groups of a part "
-                "of the job, and each process sends by itself; pass machines= as a mesh of two dimensions, "
-                "(machines, processes of each)"
+                "processes know different numbers of process groups, so PyTorch can't group a part of the "
+                "job, and each process sends by itself; pass machines= as a mesh of (machines, processes)"
             )
         made[key] = list(_new_groups(transport, key, is_whole_job=is_whole_job))
     return _machines(made[key], transport, key), ""
@@ -273,7 +272,7 @@ def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[i
         wrong = f"processes {ranks[:8]} have one host name, but LOCAL_WORLD_SIZE is {listed}"
     raise AgreementError(
         f"the launcher's variables don't define machines: {wrong}; pass machines=[[…], …], the ranks on "
-        "each machine, or set GROUP_RANK to the number of each process's machine"
+        "each machine, or set GROUP_RANK to each machine's number"
     )
 
 

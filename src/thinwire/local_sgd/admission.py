@@ -86,9 +86,8 @@ class Admission:
         if not others:
             return
         words = (
-            f"{difference(own, everyone[usual])} at step {statuses[usual].step}, as if a schedule counted "
-            "each member's own steps; let the schedule count `steps` of this context, which a joining "
-            "member receives"
+            f"{difference(own, everyone[usual])} at step {statuses[usual].step}: a schedule must count "
+            "`steps` of this context, not its own"
         )
         if not self._contributor.tolerates_other_settings:
             refused = StepError(f"{words}. This member was refused and has left; the others continue")

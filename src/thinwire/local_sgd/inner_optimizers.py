@@ -155,9 +155,8 @@ class CopiesOfWeights:
                 if min(distances) < MAX_DISTANCE:
                     raise ConfigError(
                         f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
-                        "next step would undo the average; pass an optimizer without such a copy (instead "
-                        "of 16-bit weights, keep the model in fp32, with torch.autocast), or use "
-                        "thinwire.attach"
+                        "next step would undo the average; pass an optimizer without one (for 16-bit "
+                        "weights: an fp32 model with torch.autocast), or use thinwire.attach"
                     )
 
 

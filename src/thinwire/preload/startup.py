@@ -74,9 +74,8 @@ def end_process() -> None:
         if BUILT in os.environ or not trains or "thinwire.sync" in sys.modules:
             return
         print(
-            "thinwire attach: nothing was attached: no DistributedDataParallel was built. One process has "
-            "nothing to average: start several, with torchrun for example. FSDP2 models take thinwire.attach "
-            "in the script (docs/sharded.md); DeepSpeed averages by itself",
+            "thinwire attach: nothing was attached: no DistributedDataParallel was built. Start several "
+            "processes, such as by torchrun; FSDP2 takes thinwire.attach in the script (docs/sharded.md)",
             file=sys.stderr,
         )
     import json  # noqa: PLC0415

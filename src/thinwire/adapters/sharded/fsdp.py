@@ -219,8 +219,8 @@ class FSDPAdapter:
             return
         if self._is_due:
             raise StepError(
-                f"{NOT_AVERAGED}: an exception ended the last backward pass (on all processes? call "
-                f"abandon()), or a part is {REENTRANT}, and {RESTART}"
+                f"{NOT_AVERAGED}: the last backward pass has raised (call abandon()), or a part is "
+                f"{REENTRANT}, and restart"
             )
         # FSDP2 takes no more modules after its first pass.
         if not self._has_order and not sharded.is_all_of(model):
