@@ -6,10 +6,13 @@ import faulthandler
 import gc
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from multiprocessing.util import Finalize
 from typing import Any
 
 import pytest
@@ -35,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_stderr] = os.dup(2)  # the terminal's, while a test's is captured
     worker, workers = getattr(config, "workerinput", None), config.getoption("tx", None)
+    if worker is None:
+        _put_temporary_files_in_one_folder()
     if workers and worker is None:
         processes.modules += PACKAGES
         launch = [sys.executable, "-S", *_until_the_end.enter_context(stand_ins())]
@@ -50,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
         cores = sorted(os.sched_getaffinity(0))
         number = int(worker["workerid"].removeprefix("gw"))
         os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
+def _put_temporary_files_in_one_folder() -> None:
+    """Remove at the end what killed processes, torchrun and others leave."""
+    # As at Ctrl-C: by default SIGTERM, which `timeout` sends, would end this process before it removes them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    usual = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # tmp_path stays, to look into after a failure
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(usual, f"torchinductor-{os.getuid()}"))
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="thinwire-tests-")
+    # Last of all that multiprocessing ends, at -100 a folder in this one.
+    Finalize(None, shutil.rmtree, (tempfile.tempdir,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_unconfigure() -> None:
