@@ -223,7 +223,9 @@ def test_the_page_of_slow_links_takes_what_is_advised(optimizer: str) -> None:
 
 
 def test_there_are_lines_to_paste_for_every_framework() -> None:
-    lines = advice_of(*EVERYTHING, budget=0.005).lines
+    advice = advice_of(*EVERYTHING, budget=0.005)
+    lines = advice.lines
+    assert "    thinwire attach --algorithm 'Quantize(bits=2)' -- " in str(advice)
     assert lines.keys() == {"DDP", "FSDP2", "Accelerate", "Lightning", "Trainer"}
     assert all("thinwire.Quantize(bits=2)" in text for text in lines.values())
     attached = 'thinwire.attach(model, thinwire.Quantize(bits=2), replicas=mesh["replicate"])'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -10,18 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from commands import run_job, run_processes, run_python, stand_ins
-from processes import Spawn
+from processes import Setting, Spawn, run_fresh
 from thinwire import ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
 from thinwire.cli import main
 from thinwire.preload import model as preload_model
 from thinwire.preload.settings import VARIABLE, Options
+from thinwire.sync import engine_of
 
 SCRIPT, FORKED = (Path(__file__).with_name(name) for name in ("script.py", "forked.py"))
 TOLD = "Quantize(bits=4, error_feedback=True)"
@@ -69,6 +72,29 @@ def test_a_run_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
     """Ray Train kills the process after that."""
     told = run("thread", options=Options(TOLD, checkpoint=str(tmp_path / "c")))
     assert "5 steps sent" in told
+    assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
+
+
+def train_in_forked_process(setting: Setting, options: Options) -> float | None:
+    """Return the loss scale that the attached model knows."""
+    os.environ.update(options.environment())
+    setting.join_group()
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    preload_model.note_built(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
+    gc.disable()
+    model.itself = model  # as in some scripts: it is not freed when the function returns
+    (run,) = preload_model._runs
+    scale = engine_of(run._sync).settings.loss_scale
+    return None if scale is None else float(scale(torch.device("cpu")))
+
+
+def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -> None:
+    """Such as mp.start_processes(start_method="fork"); atexit's functions do not run there."""
+    options = Options(TOLD, checkpoint=str(tmp_path / "c"))
+    ended = run_fresh(train_in_forked_process, options, processes=2)
+    assert [(process.told, process.exit_code) for process in ended] == [(8.0, 0), (8.0, 0)]
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
 
 
@@ -175,7 +201,8 @@ def test_algorithms_are_parsed_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        ("Quantise(bits=4)", "Quantize"),
+        ("Quantise(bits=4)", "did you mean Quantize?"),
+        ("powersgd(matrix_rank=4)", "did you mean PowerSGD?"),
         ("PowerSGD(rank=4)", "matrix_rank"),
         ("PowerSGD(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)", "matrix_rank"),
         ("__import__('os').system('true')", "Quantize(bits=4)"),
@@ -203,6 +230,8 @@ def test_options_travel_in_the_environment() -> None:
     "arguments",
     [
         ["--bits", "5000", "--", sys.executable],
+        ["--bits", "5 000", "--", sys.executable],
+        ["--bits", "--", sys.executable],
         ["--bits", "4", "--auto", "--", sys.executable],
         ["--", "a-command-that-is-not-there"],
         [sys.executable, "script.py"],  # no --

@@ -21,7 +21,8 @@ def attach(
         default_factory=list, metavar="-- COMMAND…", help="Any training command.", show_default=False
     ),
     *,
-    bits: int | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
+    # Text, so that what is no number is refused in one line, as every other value is.
+    bits: str | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
     algorithm: str | None = typer.Option(
         None, metavar="TEXT", help='As in Python, such as "PowerSGD(matrix_rank=4)".'
     ),
@@ -51,7 +52,7 @@ def attach(
     if (bits is not None) + (algorithm is not None) + auto > 1:
         raise ConfigError("expected one of --bits, --algorithm and --auto, got several; leave the others out")
     if algorithm is None:
-        algorithm = "auto()" if auto else f"Quantize(bits={4 if bits is None else bits})"
+        algorithm = "auto()" if auto else f"{'4' if bits is None else bits} bits"
     # Absolute paths: processes may change their folder before they read these.
     records, folder = (None if path is None else str(path.resolve()) for path in (watch, checkpoint))
     options = Options(algorithm, records, folder, strict)

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def _why_not(model: DistributedDataParallel) -> str:
             "Thinwire's"
         )
     if dist.get_world_size(model.process_group) == 1:
-        return "this process is alone in its group"
+        return "this process is alone in its group; start all processes as one job, with torchrun for example"
     return ""
 
 
@@ -216,6 +217,8 @@ class _Run:
         engine_of(self._sync).reporter.observers.append(self._after_step)
         _runs.add(self)
         _of_thread.runs.add(self)
+        # For processes that multiprocessing forks: they end without atexit's functions.
+        Finalize(None, _end_runs, exitpriority=0)
         if self._folder is None:
             if self._is_first and self._sync.algorithm.remembers:
                 _say(
@@ -290,6 +293,7 @@ def _end_runs() -> None:
         _runs.discard(run)
     if _waiting and os.environ.get("RANK", "0") == "0":
         _say("a model stays as it is: it made no forward pass in training mode, with gradients")
+    _waiting.clear()
 
 
 def _leave_alone(options: Options, reason: str) -> None:
