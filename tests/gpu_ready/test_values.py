@@ -13,6 +13,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.slots import BASIS
 from thinwire.kernels import dispatch
+from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
 
@@ -28,11 +29,14 @@ LOW_RANK: list[LowRank] = [
 ]
 
 
-def run(algorithm: Algorithm, dtype: torch.dtype, **settings: Any) -> tuple[list[torch.Tensor], Simulation]:
+Layout = list[tuple[ParameterSpec, ...]]
+
+
+def run(algorithm: Algorithm, layout: Layout, **settings: Any) -> tuple[list[torch.Tensor], Simulation]:
     """The means of four steps, of which the third is not finite."""
-    simulation, means = Simulation(algorithm, buckets(dtype), num_workers=2, **settings), []
+    simulation, means = Simulation(algorithm, layout, num_workers=2, **settings), []
     for step in range(4):
-        gradients = random_gradients(buckets(dtype), num_workers=2, seed=step)
+        gradients = random_gradients(layout, num_workers=2, seed=step)
         if step == 2:
             gradients[1][0][7] = torch.inf
         simulation.step(gradients)
@@ -80,11 +84,11 @@ def test_the_same_as_on_the_cpu(
 ) -> None:
     settings = SETTINGS[name]
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    on_cpu = run(algorithm, dtype, **settings | {"host_check": True})
+    on_cpu = run(algorithm, buckets(dtype), **settings | {"host_check": True})
     monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     if settings.get("host_check") is False:
         monkeypatch.setattr(Memory, "copied", None)  # nothing is copied to be put back
-    on_accelerator = run(algorithm, dtype, **settings)
+    on_accelerator = run(algorithm, buckets(dtype), **settings)
     tolerance = 1e-4 if dtype == torch.float32 and "bf16" not in str(algorithm) else 3e-2
     assert_near(on_accelerator, on_cpu, tolerance)
     (_, after), (_, before) = on_accelerator, on_cpu

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from catalog import spec
 from gpu_ready.counting import by_triton
 from gpu_ready.test_values import SCALE, run
 from gpu_ready.test_values import assert_near as assert_runs_near
@@ -150,7 +151,9 @@ def test_runs_are_those_of_pytorch(
 ) -> None:
     monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    of_pytorch = run(algorithm, dtype, **settings)
+    shapes = {"first": (20, 24), "bias": (7,), "second": (17, 32)}
+    layout = [tuple(spec(name, *shape, dtype=dtype) for name, shape in shapes.items())]
+    of_pytorch = run(algorithm, layout, **settings)
     with by_triton():
-        of_triton = run(algorithm, dtype, **settings)
+        of_triton = run(algorithm, layout, **settings)
     assert_runs_near(of_triton, of_pytorch, 2e-3)
