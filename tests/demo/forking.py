@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import runpy
 import signal
 import subprocess
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import IO, NoReturn
 
+from commands import become
 from thinwire import cli, launch
 from thinwire.demo import model
 
@@ -35,11 +34,7 @@ class Forked:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            try:
-                _be(command[command.index("-m") + 1 :], stderr.fileno(), env)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
+            self._be(command[command.index("-m") + 1 :], env, f"/dev/fd/{stderr.fileno()}")
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -48,18 +43,13 @@ class Forked:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-
-def _be(command: Sequence[str], errors: int, environment: Mapping[str, str]) -> NoReturn:
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    os.dup2(errors, 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
-    sys.argv = list(command)
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-    os._exit(0)
+    def _be(self, command: Sequence[str], environment: Mapping[str, str], errors: str) -> NoReturn:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
+        os.environ.clear()
+        os._exit(become(list(command), dict(environment), "/dev/fd/1", errors, Path.cwd()))
 
 
 def install() -> None:
