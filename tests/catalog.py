@@ -37,12 +37,12 @@ class Entry:
     def __str__(self) -> str:
         """Name and settings that are not the default."""
         settings = fields(self.algorithm)  # type: ignore[arg-type]
-        told = [
+        shown = [
             f"{setting.name}={value}"
             for setting in settings
             if (value := getattr(self.algorithm, setting.name)) != setting.default
         ]
-        return f"{type(self.algorithm).__name__}({', '.join(told)})"
+        return f"{type(self.algorithm).__name__}({', '.join(shown)})"
 
 
 ENTRIES = [
