@@ -74,10 +74,9 @@ ENTRIES = [
     Entry(
         Quantize(bits=2, rounding="stochastic", error_feedback=True), feedback=True, same_in_any_buckets=False
     ),
-    Entry(
-        AroundTrend(), feedback=True, same_in_any_buckets=False
-    ),  # not Thinwire's: nothing of Thinwire knows it
-    Entry(InTurn(), feedback=True),  # the one of docs/own-algorithm.md
+    # Not Thinwire's: nothing of Thinwire knows them. The last one is that of docs/own-algorithm.md.
+    Entry(AroundTrend(), feedback=True, same_in_any_buckets=False),
+    Entry(InTurn(), feedback=True),
 ]
 
 

@@ -10,6 +10,7 @@ and in commands.py:
     run_python("script.py", …)       run `python script.py …`, `python -m package …` or `python -u -c code`
     run_job("script.py", …)          the same as the ranks of a job; `started_python`: while it runs
     stand_ins()                      what a launcher is to start (torchrun, `thinwire run`, the lab, xdist)
+    typed("report", …)               fixture: `thinwire report …` in the test's own process
 
 Nothing here starts Python: one server has imported torch, the frameworks and the compiled kernels, and forks
 every process in milliseconds. Each ends when the process that asked for it ends, however that happens.

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from commands import become
 from thinwire import cli, launch
@@ -20,21 +20,20 @@ class Forked:
     """What a local job needs of subprocess.Popen, for `python [-P] -m module arguments…`."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: int,
-        stdout: None,
-        stderr: IO[bytes],
-        env: Mapping[str, str],
-        start_new_session: bool,
+        self, command: Sequence[str], *, stderr: IO[bytes], env: Mapping[str, str], **others: object
     ) -> None:
-        assert (stdin, stdout) == (subprocess.DEVNULL, None)
-        assert start_new_session
+        assert others == {"stdin": subprocess.DEVNULL, "stdout": None, "start_new_session": True}
         self.returncode: int | None = None
         self.pid = os.fork()
-        if self.pid == 0:
-            self._be(command[command.index("-m") + 1 :], env, f"/dev/fd/{stderr.fileno()}")
+        if self.pid:
+            return
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
+        os.environ.clear()
+        module = list(command[command.index("-m") + 1 :])
+        os._exit(become(module, dict(env), "/dev/fd/1", f"/dev/fd/{stderr.fileno()}", Path.cwd()))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -42,14 +41,6 @@ class Forked:
             if ended:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-    def _be(self, command: Sequence[str], environment: Mapping[str, str], errors: str) -> NoReturn:
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
-        os.environ.clear()
-        os._exit(become(list(command), dict(environment), "/dev/fd/1", errors, Path.cwd()))
 
 
 def install() -> None:

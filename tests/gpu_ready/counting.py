@@ -18,11 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 import thinwire
 from thinwire.comm.transport import Message, Transport, Work
@@ -174,12 +170,7 @@ def _addresses() -> Callable[[torch.Tensor], int]:
 
 
 def _count_launch(
-    kernel: str,
-    programs: int,
-    arguments: object,
-    constants: object,
-    device: torch.device,
-    touched: object,
+    kernel: str, programs: int, arguments: object, constants: object, device: torch.device, touched: object
 ) -> None:
     counting = _get_current_dispatch_mode()
     if isinstance(counting, Counting) and programs:

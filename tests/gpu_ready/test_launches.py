@@ -237,10 +237,7 @@ def test_the_adapter_of_sharded_models(host_check: bool) -> None:
         for number, parameter in enumerate(parameters)
     ]
     engine = Engine(
-        PowerSGD(matrix_rank=4),
-        OnDevice(),
-        [piece.spec for piece in pieces],
-        Settings(host_check=host_check),
+        PowerSGD(matrix_rank=4), OnDevice(), [piece.spec for piece in pieces], Settings(host_check=host_check)
     )
     adapter = FSDPAdapter(engine, OnDevice(), Mock(), pieces)
     adapter._has_order = engine.buckets.has_agreed = True  # agreed upon in the first step

@@ -79,11 +79,7 @@ def test_forgotten_residuals_and_several_terms() -> None:
 
 @pytest.mark.parametrize(
     ("matrix_rank", "length"),
-    [
-        (3, 40),
-        pytest.param(3, 1030, marks=pytest.mark.long),
-        pytest.param(17, 20, marks=pytest.mark.long),
-    ],
+    [(3, 40), pytest.param(3, 1030, marks=pytest.mark.long), pytest.param(17, 20, marks=pytest.mark.long)],
 )
 def test_bases_are_those_of_pytorch(matrix_rank: int, length: int) -> None:
     """Of several lengths, with a dependent row, a dead one that is replaced, and one that is not."""

@@ -200,12 +200,7 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
         (r"(?s).{5}\Z", "", 7, "it is cut off"),
         (r"\Z", "\x00\x00\n", 8, "Expecting value"),
         (r"\Z", "[]\n", 8, "expected an object whose kind is one of run, plan, step, norms, log"),
-        (
-            r"\Z",
-            '{"kind": "run", "process_rank": 1}\n',
-            8,
-            "it is of process 1, the first of process 0",
-        ),
+        (r"\Z", '{"kind": "run", "process_rank": 1}\n', 8, "it is of process 1, the first of process 0"),
     ],
 )
 def test_a_damaged_file_is_read_up_to_the_damage(
