@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO
 
@@ -45,7 +46,8 @@ class Forked:
 
 def install() -> None:
     """For the rest of this process's life."""
-    model.load_text = cache(model.load_text)
+    # Of one package: to find and measure on the whole standard library takes longer than a few steps.
+    model.load_text = cache(partial(model.load_text, Path(asyncio.__file__).parent))
     model.load_text()  # all that is forked has it
     launch.subprocess.Popen = Forked  # type: ignore[attr-defined]
 

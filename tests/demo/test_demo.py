@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.watch import read_run
 
 
-def test_heldout_files_are_never_trained_on(tmp_path: Path) -> None:
+def test_heldout_files_are_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(25):
         (tmp_path / f"file{number:02}.py").write_text(f"# {number:02}\n")
     for folder in ("site-packages", "test", "encodings"):  # which are skipped
@@ -31,7 +32,8 @@ def test_heldout_files_are_never_trained_on(tmp_path: Path) -> None:
     assert bytes(text.heldout.tolist()) == b"# 09\n# 19\n"
     others = "".join(f"# {number:02}\n" for number in range(25) if number not in (9, 19))
     assert bytes(text.train.tolist()) == others.encode()
-    cut = load_text(tmp_path, max_train_bytes=12, max_heldout_bytes=7)
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.get)
+    cut = load_text(max_train_bytes=12, max_heldout_bytes=7)
     assert (cut.train.numel(), cut.heldout.numel()) == (12, 7)
 
 
