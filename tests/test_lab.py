@@ -132,17 +132,19 @@ way = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 if os.environ["RANK"] == "0":
     way.bind(("", 29500))
     way.settimeout(3)
-    got = []
+    got, late = [], []
     try:
         while len(got) < 400:
-            got.append(int(way.recv(64)))
+            number, sent_at = way.recv(64).split()
+            got.append(int(number))
+            late.append(time.monotonic() - float(sent_at))  # the clock of this computer
     except TimeoutError:
         pass
-    print(f"got {len(got)}, in order {got == sorted(got)}", flush=True)
+    print(f"got {len(got)}, in order {got == sorted(got)}, {min(late)} s late", flush=True)
 else:
     time.sleep(0.3)
     for number in range(400):
-        way.sendto(str(number).encode(), (os.environ["MASTER_ADDR"], 29500))
+        way.sendto(f"{number} {time.monotonic()}".encode(), (os.environ["MASTER_ADDR"], 29500))
         time.sleep(0.001)
 """
 
@@ -150,27 +152,27 @@ else:
 @real
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("options", "least_ms", "most"),
+    ("options", "seconds", "most"),
     [
-        (["--latency=60ms"], 120, 400),
-        (["--latency=60ms", "--jitter=10ms"], 100, 400),
-        (["--latency=60ms", "--loss=10%"], 120, 390),
+        (["--latency=60ms"], 0.03, 400),
+        (["--latency=60ms", "--jitter=10ms"], 0.025, 400),
+        (["--latency=60ms", "--loss=10%"], 0.03, 390),
     ],
     ids=["latency", "jitter", "loss"],
 )
 def test_packets_are_late_and_lost_and_keep_their_order(
-    options: list[str], least_ms: float, most: int
+    options: list[str], seconds: float, most: int
 ) -> None:
     """Late by what was asked for at least, on a busy machine too; the lab itself refuses what is too late."""
     done = undisturbed(
         lambda: run_lab("--machines=2", *options, code=SEND_AND_COUNT), lambda done: done.returncode == 0
     )
     assert done.returncode == 0, done.stderr
-    got = int(re.search(r"got (\d+), in order True", done.stdout)[1])  # type: ignore[index]
-    assert 160 <= got <= most
-    measured = re.search(r"a round trip takes ([\d.]+) ms, and a machine sends [\d.]+ Mbit/s", done.stderr)
-    assert measured is not None
-    assert float(measured[1]) >= least_ms
+    found = re.search(r"got (\d+), in order True, ([\d.]+) s late", done.stdout)
+    assert found is not None, done.stdout
+    assert 160 <= int(found[1]) <= most
+    assert float(found[2]) >= seconds
+    assert re.search(r"a round trip takes [\d.]+ ms, and a machine sends [\d.]+ Mbit/s", done.stderr)
     # What the lab sent to measure its link is not the command's.
     sent = [float(megabytes) for megabytes in re.findall(r"machine \d sent ([\d.]+) MB", done.stderr)]
     assert max(sent) < 1
@@ -283,8 +285,6 @@ def test_as_somebody_who_is_not_root() -> None:
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    # The lab measures its links before it lets anything run.
-    assert re.search(r"a machine sends (9\d|10\d)\.\d Mbit/s", done.stderr)
     assert done.stdout.count("] 1\n") == 2
 
 
