@@ -13,13 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.util import Finalize
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 import processes
 from commands import stand_ins
-from processes import Spawn
+from processes import Spawn, Typed
 
 # Of tests, beyond what preloaded.py imports.
 PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         launch = [sys.executable, "-S", *_until_the_end.enter_context(stand_ins())]
         config.option.tx = [f"popen//python={shlex.join(launch)}" for _ in workers]
         return
+    gc.disable()  # until all tests are collected: imports leave no garbage
     import torch  # noqa: PLC0415 - here, for the process that hands out tests needs no torch
 
     # Simulated workers make many small tensors: a second thread costs more than it brings.
@@ -86,6 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         {each.module.__name__ for each in functions if each.path.parent.name != "gpu"}
     )
     gc.freeze()  # all that is imported: collections need not look at it again and again
+    gc.enable()
     gc.set_threshold(20_000)  # tests make few cycles, and their rows and lists are soon gone
 
 
@@ -109,6 +112,22 @@ def spawn() -> Iterator[Spawn]:
     spawn = Spawn()
     yield spawn
     spawn.close()
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Run `thinwire …` in this process: `typed("report", path)` tells how it ended, and what it printed."""
+    from thinwire.cli import main  # noqa: PLC0415 - as torch above
+
+    def run(*arguments: object) -> CompletedProcess[str]:
+        monkeypatch.delenv("RANK", raising=False)
+        monkeypatch.setattr(sys, "argv", ["thinwire", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return CompletedProcess(sys.argv, ended.value.code, printed.out, printed.err)  # type: ignore[arg-type]
+
+    return run
 
 
 @pytest.fixture

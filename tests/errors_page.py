@@ -110,14 +110,14 @@ def raised() -> Iterator[tuple[str, str]]:
     for function in (node for node in NODES if isinstance(node, ast.FunctionDef)):
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS:
-                for said in messages(call.args[0] if call.args else None, function):
-                    yield call.func.id, re.sub(r"(…\W{0,2})+…", UNKNOWN, " ".join(said.split()))
+                for message in messages(call.args[0] if call.args else None, function):
+                    yield call.func.id, re.sub(r"(…\W{0,2})+…", UNKNOWN, " ".join(message.split()))
 
 
 def table() -> str:
     rows = sorted({pair for pair in raised() if len(re.findall(r"\w+", pair[1])) > 2})
-    escaped = [(error, re.sub(r"([|*<\[\\])", r"\\\1", said)) for error, said in rows]
-    return "".join(f"| {error} | {said} |\n" for error, said in escaped)
+    escaped = [(error, re.sub(r"([|*<\[\\])", r"\\\1", message)) for error, message in rows]
+    return "".join(f"| {error} | {message} |\n" for error, message in escaped)
 
 
 def page() -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,16 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from commands import run_job, run_processes, run_python, stand_ins
-from processes import Setting, Spawn, run_fresh
+from processes import Setting, Spawn, Typed, run_fresh
 from thinwire import ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
-from thinwire.cli import main
 from thinwire.preload import model as preload_model
 from thinwire.preload.settings import VARIABLE, Options
 from thinwire.sync import engine_of
 
 SCRIPT, FORKED = (Path(__file__).with_name(name) for name in ("script.py", "forked.py"))
-TOLD = "Quantize(bits=4, error_feedback=True)"
+ALGORITHM = "Quantize(bits=4, error_feedback=True)"
 
 
 def run(*arguments: str, options: Options | None = None) -> str:
@@ -42,36 +42,63 @@ def weights(printed: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) -> None:
-    """The line that users type, and rank 0 is a Python as it is: all others are forked."""
+@pytest.mark.parametrize("first", ["forked", pytest.param("as it is", marks=pytest.mark.nightly)])
+def test_an_unchanged_script_trains_as_if_it_attached_by_itself(first: str, tmp_path: Path) -> None:
+    """The line that users type; every night rank 0 is a Python as it is, which imports torch by itself."""
     folder, watch = tmp_path / "c", tmp_path / "w"
-    options = ["--algorithm", TOLD, "--watch", str(watch), "--checkpoint", str(folder)]
+    options = ["--algorithm", ALGORITHM, "--watch", str(watch), "--checkpoint", str(folder)]
     torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     with stand_ins() as stand_in:
-        as_it_is = f'test "$RANK" = 0 && exec {shlex.join([sys.executable, str(SCRIPT)])}'
-        forked = shlex.join([sys.executable, "-S", *stand_in, str(FORKED), str(SCRIPT)])
-        ranks = ["--no-python", "sh", "-c", f"{as_it_is}; exec {forked}"]
-        command = [sys.executable, "-S", *stand_in, *torchrun, *ranks]
+        forked = [sys.executable, "-S", *stand_in, str(FORKED), str(SCRIPT)]
+        rank_0 = [sys.executable, str(SCRIPT)] if first == "as it is" else forked
+        ranks = f'test "$RANK" = 0 && exec {shlex.join(rank_0)}; exec {shlex.join(forked)}'
+        command = [sys.executable, "-S", *stand_in, *torchrun, "--no-python", "sh", "-c", ranks]
         ended = run_python("thinwire", "attach", *options, "--", *command, timeout_seconds=240)
     assert ended.returncode == 0, ended.stderr
     assert weights(ended.stdout) == weights(run("attach"))
-    # A process that has built no DDP model has next to nothing of Thinwire.
-    (imported,) = re.findall(r"imported (.*)", ended.stdout)
-    assert imported == str(["thinwire", "thinwire.preload", "thinwire.preload.startup", "thinwire.version"])
     sent, in_bf16 = map(float, re.findall(r"5 steps sent (\S+) MB.* sent (\S+);", ended.stderr)[0])
     assert "over 2 processes" in ended.stderr
     assert 3 < in_bf16 / sent < 4
     assert len(watch.read_text().splitlines()) >= 5
     assert {file.name for file in folder.iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
     # It goes on with the residual that it has saved.
-    again = run(options=Options(TOLD, checkpoint=str(folder)))
+    again = run(options=Options(ALGORITHM, checkpoint=str(folder)))
     assert weights(again) != weights(ended.stdout)
+
+
+# Has torch's place: to import that takes seconds.
+STUB = """
+class DistributedDataParallel:
+    def __init__(self) -> None:
+        print("built")
+"""
+BUILDING = """
+import sys, types
+print(sorted(name for name in sys.modules if name.startswith("thinwire")))
+sys.modules["thinwire.preload.model"] = types.SimpleNamespace(note_built=lambda model: print("noted"))
+from torch.nn.parallel.distributed import DistributedDataParallel
+DistributedDataParallel()
+"""
+
+
+def test_every_python_waits_for_ddp_and_has_next_to_nothing_of_thinwire_before(tmp_path: Path) -> None:
+    """A Python as it is, for the file that Python runs when it starts."""
+    package = tmp_path / "torch" / "nn" / "parallel"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    (package / "distributed.py").write_text(STUB)
+    environment = os.environ | Options(ALGORITHM).environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", BUILDING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    modules = ["thinwire", "thinwire.preload", "thinwire.preload.startup", "thinwire.version"]
+    assert done.stdout.splitlines() == [str(modules), "built", "noted"]
 
 
 def test_a_run_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
     """Ray Train kills the process after that."""
-    told = run("thread", options=Options(TOLD, checkpoint=str(tmp_path / "c")))
-    assert "5 steps sent" in told
+    assert "5 steps sent" in run("thread", options=Options(ALGORITHM, checkpoint=str(tmp_path / "c")))
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
 
 
@@ -92,7 +119,7 @@ def train_in_forked_process(setting: Setting, options: Options) -> float | None:
 
 def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -> None:
     """Such as mp.start_processes(start_method="fork"); atexit's functions do not run there."""
-    options = Options(TOLD, checkpoint=str(tmp_path / "c"))
+    options = Options(ALGORITHM, checkpoint=str(tmp_path / "c"))
     ended = run_fresh(train_in_forked_process, options, processes=2)
     assert [(process.told, process.exit_code) for process in ended] == [(8.0, 0), (8.0, 0)]
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
@@ -112,13 +139,15 @@ def test_the_first_line_shows_where_others_loggers_are_hidden(
 
 
 def test_a_model_with_a_hook_stays_as_it_is() -> None:
-    attached = run("hook", options=Options(TOLD))
+    attached = run("hook", options=Options(ALGORITHM))
     assert "stays as it is: it already has the communication hook fp16_compress_hook" in attached
     assert weights(attached) == weights(run("hook"))
 
 
 def test_strict_ends_the_training_instead() -> None:
-    ranks = run_job(str(FORKED), str(SCRIPT), "hook", environment=Options(TOLD, strict=True).environment())
+    ranks = run_job(
+        str(FORKED), str(SCRIPT), "hook", environment=Options(ALGORITHM, strict=True).environment()
+    )
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert all(
         "AttachError: it already has the communication hook fp16_compress_hook" in rank.stderr
@@ -127,7 +156,9 @@ def test_strict_ends_the_training_instead() -> None:
 
 
 def test_strict_fails_if_nothing_was_attached() -> None:
-    ranks = run_job(str(FORKED), str(SCRIPT), "eval", environment=Options(TOLD, strict=True).environment())
+    ranks = run_job(
+        str(FORKED), str(SCRIPT), "eval", environment=Options(ALGORITHM, strict=True).environment()
+    )
     assert [rank.returncode for rank in ranks] == [1, 0]
     assert "it made no forward pass in training mode" in ranks[0].stderr
 
@@ -176,9 +207,9 @@ def test_a_process_that_trains_has_made_an_optimizer(monkeypatch: pytest.MonkeyP
 def started_otherwise() -> list[str]:
     """Why a model is not attached: nobody differs, another algorithm, nothing on process 1."""
     votes, rank = preload_model._Votes(DistributedDataParallel(nn.Linear(4, 4))), dist.get_rank()
-    reasons = [votes.cast("1", TOLD, 30), votes.cast("2", f"Quantize(bits={2**rank})", 30)]
+    reasons = [votes.cast("1", ALGORITHM, 30), votes.cast("2", f"Quantize(bits={2**rank})", 30)]
     if rank == 0:
-        reasons.append(votes.cast("3", TOLD, 1))
+        reasons.append(votes.cast("3", ALGORITHM, 1))
     dist.barrier()
     return reasons
 
@@ -245,25 +276,20 @@ def test_options_travel_in_the_environment() -> None:
     ],
 )
 def test_a_wrong_line_starts_nothing(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("something was started"))
-    monkeypatch.setattr(sys, "argv", ["thinwire", "attach", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    done = typed("attach", *arguments)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
 def test_a_shell_script_with_python_in_its_name_runs_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     script, started = tmp_path / "train_python.sh", []
     script.write_text(f"#!/bin/sh\ntouch {tmp_path}/has_run")
     script.chmod(0o755)
     monkeypatch.setattr(os, "execve", lambda program, *_: started.append(program))
-    monkeypatch.setattr(sys, "argv", ["thinwire", "attach", "--", str(script)])
-    with pytest.raises(SystemExit):
-        main()
+    typed("attach", "--", script)
     assert started == [str(script)]
     assert not (tmp_path / "has_run").exists()
