@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -143,6 +144,34 @@ def overlapped(
 def one_step(model: nn.Module, optimizer: Optimizer, step: int = 0) -> None:
     torch.autograd.backward(loss_of(model, step))
     optimizer.step()
+
+
+def accumulate(model: DistributedDataParallel, optimizer: Optimizer, also: str = "") -> None:
+    """Train with the gradients of three passes, of which only the last is outside `no_sync`."""
+    for step in range(STEPS):
+        for number in (1, 2):
+            with nullcontext() if also == "average each" else model.no_sync():
+                torch.autograd.backward(loss_of(model, step + 50 * number))
+            if also == "a forward pass between":
+                loss_of(model, 99)
+        torch.autograd.backward(loss_of(model, step))
+        if also == "a forward pass before the step":
+            loss_of(model, 99)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("also", ["average each", "a forward pass between", "a forward pass before the step"])
+@in_each_process(2)
+def test_gradients_that_accumulate_are_averaged_once(also: str) -> None:
+    """DDP calls its hook outside `no_sync`, and inside if a forward pass outside came before."""
+    attached = new_model()
+    thinwire.attach(attached, Quantize(bits=4), machines=False)
+    accumulate(attached, OPTIMIZERS["adamw"](attached.parameters()))
+    model, optimizer, sync = overlapped()
+    accumulate(model, optimizer, also)
+    assert torch.equal(flat(model), flat(attached))
+    assert sync.steps == STEPS
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -359,6 +388,11 @@ def test_changed_gradients_are_refused() -> None:
     torch.autograd.backward(loss_of(model, 0))
     with pytest.raises(StepError, match="closure"):
         optimizer.step(lambda: 0.0)
+    with (
+        thinwire.LocalSGD(model.module, optimizer, every_steps=2),
+        pytest.raises(StepError, match="step hooks"),
+    ):
+        optimizer.step()
     fused = new_model()
     steps = OPTIMIZERS["fused"](fused.parameters())
     thinwire.overlap_forward(fused, Quantize(bits=4), steps)

@@ -171,6 +171,9 @@ def test_what_does_not_go_is_told() -> None:
         with pytest.raises(ConfigError, match="work"):
             steps.step(-1)
         before = model.weight.detach().clone()
+        for own in (optimizer, torch.optim.AdamW([model.weight])):
+            with pytest.raises(StepError, match=r"call step\(\) of elastic\.Steps"):
+                own.step()
         with pytest.raises(StepError, match="all members passed work=0"):
             steps.step(work=0)
         assert steps.steps == 0

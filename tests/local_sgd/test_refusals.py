@@ -14,15 +14,17 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.in_turns import alone
 from members import NESTEROV, POWER, Member, in_each_member
 from processes import in_each_process
-from thinwire import Nesterov, Streaming, Warmup
+from thinwire import DiLoCo, Nesterov, Streaming, Warmup, elastic
 from thinwire.adapters.attach import attach
 from thinwire.algorithms import AllReduce, PowerSGD
-from thinwire.errors import AttachError
+from thinwire.comm import InProcessTransport
+from thinwire.errors import AttachError, ConfigError
 from thinwire.local_sgd import LocalSGD
 from thinwire.powersgd import AlgorithmAggregator, optimizer_step
-from training import batch_of, error_of, new_model, new_optimizer, train
+from training import batch_of, error_of, new_model, new_optimizer, refused, train
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in DDP_OPTIONS else "broadcast_buffers"
@@ -48,6 +50,30 @@ def with_model(model: Any, optimizer: Any = None) -> Callable[[Member], object]:
 def entered_twice(member: Member) -> None:
     with member.local() as local:
         local.__enter__()
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "LocalSGD": lambda model: LocalSGD(model, new_optimizer(model), every_steps=2, replicas=one_member()),
+    "DiLoCo": lambda model: DiLoCo(model, new_optimizer(model), replicas=one_member()),
+    "elastic": lambda model: elastic.DiLoCo(model, new_optimizer(model), group=alone()),
+    "Steps": lambda model: elastic.Steps(model, new_optimizer(model), AllReduce(), group=alone()),
+}
+
+
+def one_member() -> InProcessTransport:
+    return InProcessTransport.group(1)[0]
+
+
+@pytest.mark.parametrize("inner", KINDS)
+@pytest.mark.parametrize("outer", KINDS)
+def test_a_model_is_averaged_by_one_context_at_a_time(outer: str, inner: str) -> None:
+    """Each would take what the other has averaged for training."""
+    model = new_model()
+    second = KINDS[inner](nn.Sequential(nn.Linear(3, 3), model[0]))  # they share a layer
+    with KINDS[outer](model), refused(ConfigError, "is averaged already, by the"):
+        second.__enter__()
+    with second, KINDS[outer](new_model()):  # one after the other, or of two models
+        pass
 
 
 def averaged_outside(member: Member) -> None:

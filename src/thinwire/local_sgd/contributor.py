@@ -31,6 +31,17 @@ class Contribution(NamedTuple):
     tensors: Any  # passed to `start`, unless the members change first
 
 
+class Terms(NamedTuple):
+    """The terms of an averaging, which members agree on by their statuses."""
+
+    step: int  # of the member that is furthest
+    num_members: int
+    scale: float  # of this member's tensors, so that the mean weighs each member
+    is_delayed: bool  # whether training continues until it ends
+    is_last: bool = False  # whether all members leave with it: it covers all fragments
+    may_be_empty: bool = True  # whether it is fine if no member has anything to average
+
+
 class Contributor(ABC):
     """The source of the tensors that a membership averages: a model's changes, or its gradients.
 
@@ -69,18 +80,11 @@ class Contributor(ABC):
         """Return the contribution of this member to the next averaging, or the one after it."""
 
     @abstractmethod
-    def start(
-        self, tensors: Any, scale: float, step: int, *, is_delayed: bool, is_last: bool = False
-    ) -> PendingAverage[Any]:
-        """Send the first messages of an averaging of a contribution's tensors; None: compute them again.
-
-        The last averaging, with which all members leave, covers all fragments.
-        """
+    def start(self, tensors: Any, terms: Terms) -> PendingAverage[Any]:
+        """Send the first messages of an averaging of a contribution's tensors; None: compute them again."""
 
     @abstractmethod
-    def commit(
-        self, pending: PendingAverage[Any] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
+    def commit(self, pending: PendingAverage[Any] | None, terms: Terms) -> None:
         """Apply the means of a committed averaging; None if no member had anything to average."""
 
     # Elastic members compare these, and a newcomer starts from them.
@@ -95,8 +99,8 @@ class Contributor(ABC):
         """Return by name the tensors (not copies) that are the same on all members after an averaging."""
 
     @abstractmethod
-    def reset(self, step: int, turns: int) -> None:
-        """Continue from loaded shared tensors; earlier steps no longer count."""
+    def reset(self, step: int) -> None:
+        """Continue from loaded shared tensors and `turns`; earlier steps no longer count."""
 
     def description(self) -> Description:
         """Return the settings and shapes that must be the same on all members, by subject."""
@@ -178,7 +182,8 @@ class Contributor(ABC):
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)
         self.model.loads.forget()
-        self.reset(loaded.step, members["turns"])
+        self.turns = members["turns"]
+        self.reset(loaded.step)
 
 
 def _kinds(tensors: Mapping[str, object]) -> dict[str, object]:

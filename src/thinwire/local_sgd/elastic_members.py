@@ -77,6 +77,7 @@ class Member(Averager):
         membership = self._membership
         if self._model.entered:
             raise StepError("this context was already entered; create a new one")
+        self._refuse_nested()
         with ExitStack() as attached:
             attached.callback(membership.leave)
             if self._loaded is not None:

@@ -15,7 +15,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import gather_numbers
 from thinwire.errors import CommunicationError, LeftError
 from thinwire.local_sgd.admission import Admission, TooFewError, TryAgainError
-from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.contributor import Contribution, Contributor, Terms
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import BrokenMemberError, in_all_processes
 from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
@@ -42,6 +42,7 @@ class _Averaging(NamedTuple):
     pending: PendingAverage[Any] | None
     lineage: int
     statuses: tuple[MemberStatus, ...]
+    terms: Terms
 
     def abandon(self) -> None:
         if self.pending is not None:
@@ -164,16 +165,16 @@ class ElasticMembership(Membership):
         statuses, tensors = self._gather_members()
         lineage = next_lineage(self.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
-        pending = None
-        if total:
-            scale = statuses[group.control.rank].weight * len(statuses) / total
-            step = max(status.step for status in statuses)
-            is_last = all(status.is_leaving for status in statuses)
-            pending = in_all_processes(
-                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed, is_last=is_last),
-                group,
-            )
-        self._open = _Averaging(pending, lineage, statuses)
+        terms = Terms(
+            step=max(status.step for status in statuses),
+            num_members=len(statuses),
+            scale=statuses[group.control.rank].weight * len(statuses) / total if total else 1.0,
+            is_delayed=self._is_delayed,
+            is_last=all(status.is_leaving for status in statuses),
+            may_be_empty=any(status.is_new or status.is_saving for status in statuses),
+        )
+        pending = in_all_processes(lambda: contributor.start(tensors, terms), group) if total else None
+        self._open = _Averaging(pending, lineage, statuses, terms)
 
     def _finish(self) -> None:
         if self._open is None:
@@ -340,14 +341,12 @@ class ElasticMembership(Membership):
         self.statuses, self.group.received = (), None
 
     def _commit(self, averaging: _Averaging) -> None:
-        pending, _, statuses = averaging
+        pending, lineage, statuses, terms = averaging
         if pending is not None:
             pending.wait()  # first what can raise: if a mean is not finite, nothing has changed
-        self.lineage = averaging.lineage
+        self.lineage = lineage
         self.commits += 1
-        may_be_empty = any(status.is_new or status.is_saving for status in statuses)
-        step = max(status.step for status in statuses)
-        self._contributor.commit(pending, step, len(statuses), may_be_empty=may_be_empty)
+        self._contributor.commit(pending, terms)
         self.stats.averagings += pending is not None
         count_changes(self.stats, self.statuses, statuses)
         self.statuses = statuses

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -176,7 +177,7 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
     """Yield each tensor of an optimizer, or of one that it wraps: (where it is kept, parameter, tensor)."""
     parameters = parameters_of(optimizer)
     candidates: list[tuple[str, Sequence[torch.Tensor], object]] = []
-    for holder in (optimizer, *_inside(optimizer)):
+    for holder in with_wrapped(optimizer):
         for group in holder.param_groups:
             lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
             candidates += [(f"param_groups[…][{key!r}]", group["params"], lists[key]) for key in lists]
@@ -202,12 +203,10 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
                 yield where, parameter, tensor
 
 
-def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers that one wraps, from the outside in."""
-    for value in vars(optimizer).values():
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-            yield from _inside(value)
+def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it wraps, from the outside in."""
+    wrapped = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer))
+    return [optimizer, *chain(*map(with_wrapped, wrapped))]
 
 
 def _by_parameter(

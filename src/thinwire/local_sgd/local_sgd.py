@@ -59,7 +59,8 @@ class LocalSGD(ModelAverager, Joinable):
             `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
             the result of `torch.compile` on either).
         optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
-            steps: the steps of the last one are counted. Their state is never averaged.
+            steps: the steps of the last one, or of one that it wraps (SAM), are counted. Their state is never
+            averaged.
         every_steps: Steps from one averaging over the group to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step, which moves the last averaged parameters along the mean change: a
@@ -88,7 +89,8 @@ class LocalSGD(ModelAverager, Joinable):
         sync: The handle of the averagings every `every_steps` steps: their plan, and `use`.
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        ConfigError: An argument is wrong, or the optimizer does not train this model. (On entry.) Another
+            open context averages the model, or a part of it.
         AttachError: There is no process group, or this process is not in it, or LocalSGD can't drive the DDP
             model, or the model's parameters have no values yet or are all frozen.
         GradientError: The algorithm can't average a parameter.
@@ -147,6 +149,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "this LocalSGD was already entered; create a new one, and pass on its state with "
                 "load_state_dict(state_dict())"
             )
+        self._refuse_nested()
         self._check_copies()  # before models are made equal: each copy is of its process's own model
         averaged, group = model.tensors(), engines.main.transport
         # Check the models first: different shapes could not even be divided the same way.

@@ -13,7 +13,7 @@ import torch
 from thinwire.comm import Transport, agree, gather_numbers, true_for_all
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
-from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.contributor import Contribution, Contributor, Terms
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 from thinwire.local_sgd.model_changes import ModelChanges
@@ -84,7 +84,7 @@ class StaticMembership(Membership):
         self._transport = changes.engines[0].transport
         self.pending: PendingAverage[Fragment] | None = None
         self.subgroup = subgroup
-        self._step = 0  # the members' step when the pending average was sent
+        self._terms = Terms(0, self._transport.size, 1.0, is_delayed=False)  # of the pending average
         self._gathers: list[StatusGather] = []  # not read yet, in this order
         self._to_read = 0  # how many of them to read before waiting for the latest round
 
@@ -135,7 +135,8 @@ class StaticMembership(Membership):
             flats = fragment.empty()
             for tensor, part in fragment.parts(flats):
                 part.copy_(means[tensor.name])
-            self.pending, self._step = PendingAverage({fragment: flats}, None), fragment.sent_after
+            self.pending = PendingAverage({fragment: flats}, None)
+            self._terms = self._terms._replace(step=fragment.sent_after)
 
     # An averaging.
 
@@ -157,9 +158,8 @@ class StaticMembership(Membership):
     ) -> None:
         total = sum(status.weight for status in statuses)
         scale = contribution.weight * len(statuses) / total if total else 1.0
-        self._step = self._contributor.steps
-        tensors = contribution.tensors
-        self.pending = self._contributor.start(tensors, scale, self._step, is_delayed=is_delayed)
+        self._terms = Terms(self._contributor.steps, self._transport.size, scale, is_delayed)
+        self.pending = self._contributor.start(contribution.tensors, self._terms)
 
     @property
     def is_behind(self) -> bool:
@@ -195,8 +195,7 @@ class StaticMembership(Membership):
         self._wait()
         # Only now: if anything above raised, the pending average must still be abandoned.
         pending, self.pending = self.pending, None
-        members = self._transport.size
-        self._contributor.commit(pending, self._step, members, may_be_empty=True)
+        self._contributor.commit(pending, self._terms)
 
     def abandon(self) -> None:
         if self.pending is not None:

@@ -13,7 +13,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.comm import Description, ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.errors import StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.contributor import Contribution, Contributor, Terms
 from thinwire.local_sgd.fragment import Fragment, Fragments, layouts_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.outer import Nesterov, described_outer, nesterov_lr
@@ -178,46 +178,39 @@ class ModelChanges(Contributor):
         return Contribution(weight, are_finite(changes, self.together), changes)
 
     def start(
-        self,
-        tensors: Mapping[Fragment, list[torch.Tensor]] | None,
-        scale: float,
-        step: int,
-        *,
-        is_delayed: bool,
-        is_last: bool = False,
+        self, tensors: Mapping[Fragment, list[torch.Tensor]] | None, terms: Terms
     ) -> PendingAverage[Fragment]:
-        is_exact, known = self.schedule.is_warm_up(step), tensors or {}
+        is_exact, known = self.schedule.is_warm_up(terms.step), tensors or {}
+        fragments_after = self._fragments_left if terms.is_last else self.fragments_after
         changes = {
             fragment: known[fragment] if fragment in known else fragment.changes()
-            for fragment in (self._fragments_left(step) if is_last else self.fragments_after(step))
+            for fragment in fragments_after(terms.step)
         }
         # Scale before sending: otherwise the residual would have a different unit than the next change.
-        for flat in chain(*changes.values()) if scale != 1 else ():
-            flat.mul_(scale)
+        for flat in chain(*changes.values()) if terms.scale != 1 else ():
+            flat.mul_(terms.scale)
         self._sent = tuple(changes)
         for fragment in changes:
             fragment.sent_work = fragment.work
         self.sent_at = self.steps
         engine = self._warmup if is_exact else self.engines[0]
-        return PendingAverage(changes, engine, is_delayed=is_delayed and not is_exact)
+        return PendingAverage(changes, engine, is_delayed=terms.is_delayed and not is_exact)
 
-    def commit(
-        self, pending: PendingAverage[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
+    def commit(self, pending: PendingAverage[Fragment] | None, terms: Terms) -> None:
         self._averaged_at = monotonic()
         if pending is None:
             # This is fine while this member, or another, joins: it contributes next time.
-            if self.steps > self._turn_began and not may_be_empty:
+            if self.steps > self._turn_began and not terms.may_be_empty:
                 raise StepError(
                     "no member counted any work since the last averaging, so nothing was averaged; call "
                     "count_work() before optimizer.step()"
                 )
             return
-        model, algorithm, made = self.model, self.engines[0].algorithm, self.age
+        model, algorithm, made, step = self.model, self.engines[0].algorithm, self.age, terms.step
         is_exact = self.schedule.is_warm_up(step)
         if self._is_elastic and model.outer is not None and isinstance(model.make_outer, Nesterov):
             for group in model.outer.param_groups:
-                group["lr"] = nesterov_lr(model.make_outer, num_members, algorithm)
+                group["lr"] = nesterov_lr(model.make_outer, terms.num_members, algorithm)
         # Without a step since it was sent, this member has no change of its own to keep.
         weight = self.schedule.local_weight(algorithm) if made else 0.0
         for fragment, means in pending.changes.items():
@@ -238,13 +231,12 @@ class ModelChanges(Contributor):
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {tensor.name: last for tensor, last in self.fragments.lasts}
 
-    def reset(self, step: int, turns: int) -> None:
+    def reset(self, step: int) -> None:
         for fragment in self.fragments:
             fragment.restore_last()
             fragment.work = fragment.sent_work = 0.0
         self.pending_steps = 0
         self.steps = self._turn_began = step
-        self.turns = turns
         self.end_warmup()
 
     def settings(self) -> dict[str, str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from thinwire.adapters.common import trains
 from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.contributor import Contribution, Contributor, Terms
 from thinwire.local_sgd.elastic_members import Member, joining
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
@@ -92,10 +94,25 @@ class Steps(Member):
         self._attached.close()
         return kind is not None and issubclass(kind, LeftError)
 
-    def _in_loop(self) -> AbstractContextManager[None]:
-        # Checked in `step`: the optimizers' own steps come when an averaging is committed.
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
         tensors = list(self._contributor.shared_tensors().values())
-        return self._model.loads.noted(self.module, (), lambda: digest_of(tensors))
+        owned = set(map(id, self.module.parameters()))
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if not self._contributor.is_committing and trains(optimizer, owned):
+                raise StepError(
+                    f"{type(optimizer).__name__} was stepped by itself, so this member's model would differ "
+                    "from the others'; call step() of elastic.Steps, which averages and steps"
+                )
+
+        own_steps = register_optimizer_step_pre_hook(refuse)
+        try:
+            # Checked in `step`: the optimizers' own steps come when an averaging is committed.
+            with self._model.loads.noted(self.module, (), lambda: digest_of(tensors)):
+                yield
+        finally:
+            own_steps.remove()
 
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all present members, and take the optimizer's step. Collective.
@@ -135,6 +152,7 @@ class Gradients(Contributor):
         super().__init__(model, [engine], optimizers, group)
         self._buckets = Buckets(model.tensors())
         self.work: float | None = None  # the gradients' weight; None once they are applied
+        self.is_committing = False  # whether the optimizers step with the means
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros for missing ones."""
@@ -153,26 +171,16 @@ class Gradients(Contributor):
         flats = self._gradients()
         return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*flats)), flats)
 
-    def start(
-        self,
-        tensors: list[torch.Tensor] | None,
-        scale: float,
-        step: int,
-        *,
-        is_delayed: bool,
-        is_last: bool = False,
-    ) -> PendingAverage[Buckets]:
+    def start(self, tensors: list[torch.Tensor] | None, terms: Terms) -> PendingAverage[Buckets]:
         flats = tensors or self._gradients()
         for flat in flats:
-            flat.mul_(scale)
+            flat.mul_(terms.scale)
         return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
-    def commit(
-        self, pending: PendingAverage[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
+    def commit(self, pending: PendingAverage[Buckets] | None, terms: Terms) -> None:
         if pending is None:
             # This is fine while this member, or another, joins: it contributes next time.
-            if self.work is not None and not may_be_empty:
+            if self.work is not None and not terms.may_be_empty:
                 raise StepError(
                     "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
                     "of the gradients, or skip the step on all members"
@@ -181,10 +189,14 @@ class Gradients(Contributor):
         for parameter, mean in self._parts(pending.changes[self._buckets]):
             parameter.tensor.grad = as_sharded(parameter.tensor, mean)
         # Step in `commit`: a member that joins, or learns late that a step was committed, must take it too.
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.is_committing = True
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            self.is_committing = False
         self.work = None
-        self.steps = step + 1
+        self.steps = terms.step + 1
         self.steps_here += 1
 
     @property
@@ -194,5 +206,5 @@ class Gradients(Contributor):
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {parameter.name: parameter.value for parameter in self._buckets}
 
-    def reset(self, step: int, turns: int) -> None:
+    def reset(self, step: int) -> None:
         self.steps, self.work = step, None
