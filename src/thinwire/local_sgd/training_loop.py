@@ -37,6 +37,7 @@ def after_each_step(
     is_in_scaler = False
 
     # The hook runs after the step, and so sees the new parameters.
+    @not_compiled
     def hook(*_: object) -> None:
         if not is_in_scaler:
             after_step()
