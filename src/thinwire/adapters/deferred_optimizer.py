@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from thinwire.errors import StepError
-from thinwire.torch_private import children_and_parameters, counted_step, has_step_hooks, note_step
+from thinwire.torch_private import (
+    children_and_parameters,
+    counted_step,
+    has_step_hooks,
+    not_compiled,
+    note_step,
+)
 
 ParameterDict = dict[str, nn.Parameter | None]
 
@@ -56,7 +62,7 @@ class DeferredOptimizer:
                 self._defer()
 
         # A bound method, as learning-rate schedulers expect.
-        self.optimizer.step = MethodType(counted_step(step), self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.step = MethodType(counted_step(not_compiled(step)), self.optimizer)  # type: ignore[method-assign]
 
     def check_called(self) -> None:
         """Raise if this optimizer's `step()` was not called yet."""

@@ -25,6 +25,7 @@ from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import StepOptions
 from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save
 from thinwire.sync.stats import Stats
+from thinwire.torch_private import not_compiled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -283,6 +284,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     return low_rank(BatchedPowerSGD, state, bucket, None)
 
 
+@not_compiled
 def low_rank(
     kind: type[PowerSGD] | type[BatchedPowerSGD], state: object, bucket: GradBucket, wire: WireDtype | None
 ) -> Future[torch.Tensor]:

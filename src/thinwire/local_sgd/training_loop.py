@@ -41,11 +41,13 @@ def after_each_step(
     # another. SAM's `second_step` steps the wrapped one alone.
     outermost: object = None
 
+    @not_compiled
     def before(stepping: object, *_: object) -> None:
         nonlocal outermost
         outermost = outermost or stepping
 
     # The hook runs after the step, and so sees the new parameters.
+    @not_compiled
     def after(stepping: object, *_: object) -> None:
         nonlocal outermost
         if stepping is outermost:

@@ -254,6 +254,7 @@ class FSDPAdapter:
 
     # A pass.
 
+    @torch_private.not_compiled
     def arrived(self, parameter: torch.Tensor) -> None:
         """Record a ready gradient, and start complete buckets: the hook of each parameter."""
         self._changed.add(id(parameter))
@@ -313,6 +314,7 @@ class FSDPAdapter:
         self._step.start(cast(BucketState, bucket.opened), bucket.flat)
         self._num_started += 1
 
+    @torch_private.not_compiled
     def average(self) -> None:
         """Replace gradients that any replica has by their means. Collective over shards and replicas."""
         # A nested pass: the outer one will bring more gradients.
