@@ -12,9 +12,10 @@ from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
 from thinwire.local_sgd.elastic_members import Member, joining
 from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded
@@ -117,12 +118,12 @@ class Steps(Member):
         self._check_inside("step()")
         self._model.loads.check()
         self._contributor.work = float(number("work", work, minimum=0))
-        with full_precision(self._contributor.device):  # the step may run under autocast
+        with full_precision(self._model.device):  # the step may run under autocast
             self._membership.average()
         self._tell_observers()
 
 
-class Gradients(Contributor):
+class Gradients(ElasticContributor):
     """Contributes a model's gradients, and steps its optimizers with their means."""
 
     def __init__(
@@ -132,7 +133,9 @@ class Gradients(Contributor):
         optimizers: Sequence[torch.optim.Optimizer],
         group: Group,
     ) -> None:
-        super().__init__(model, [engine], optimizers, group)
+        self.model, self.engines = model, Engines(engine, engine, engine)
+        self.optimizers, self.group = optimizers, group
+        self.steps = self.steps_here = 0
         self._buckets = Buckets(model.tensors())
         self.work: float | None = None  # the gradients' weight; None once they are applied
 
@@ -159,7 +162,6 @@ class Gradients(Contributor):
         scale: float,
         step: int,
         *,
-        is_delayed: bool,
         is_last: bool = False,
     ) -> PendingAverage[Buckets]:
         flats = tensors or self._gradients()
