@@ -34,6 +34,8 @@ class ElasticChanges(ModelChanges, ElasticContributor):
     ) -> None:
         super().__init__(model, schedule, engines, optimizers)
         self.group = group
+        # Members that make as many steps as they can average at different step counts.
+        self.tolerates_other_settings = not group.send_optimizer or schedule.every_seconds is not None
         self._averaged_at = monotonic()
 
     def count_step(self, *, is_own: bool) -> None:
@@ -112,15 +114,9 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         for fragment in self.fragments:
             fragment.restore_last()
             fragment.work = fragment.sent_work = 0.0
-        self.pending_steps = 0
         self.steps = self.turn_began = step
         self.turns = turns
         self.end_warmup()
 
     def description(self) -> Description:
         return {**super().description(), **self.settings(), "weigh_by": self.group.weigh_by}
-
-    @property
-    def tolerates_other_settings(self) -> bool:
-        # Members that make as many steps as they can average at different step counts.
-        return super().tolerates_other_settings or self.schedule.every_seconds is not None

@@ -42,6 +42,7 @@ class ElasticContributor(ABC):
     steps: int  # so far, of the members that have been here longest
     steps_here: int  # since this object was made
     turns = 0  # of fragments
+    tolerates_other_settings: bool  # whether a member with other optimizer settings is warned, not refused
 
     @property
     def sent_optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -97,11 +98,6 @@ class ElasticContributor(ABC):
             "torch": torch.__version__.partition("+")[0],
             "optimizer": sent or "not sent",
         }
-
-    @property
-    def tolerates_other_settings(self) -> bool:
-        """Whether a member with other optimizer settings is warned, not refused."""
-        return not self.sent_optimizers
 
     def _tensors_not_averaged(self) -> dict[str, torch.Tensor]:
         """Return by name what else a newcomer must receive: frozen parameters and other buffers."""

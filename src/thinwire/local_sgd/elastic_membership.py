@@ -102,6 +102,11 @@ class ElasticMembership(Membership):
                 "this member has left the group, after it handed its unsent changes to the others"
             )
 
+    def average(self) -> None:
+        """Average once with all members. Collective."""
+        self.start()
+        self.finish()
+
     def save(self) -> dict[str, Any]:
         """Return the engine's state, with the mean residual of all present members. Collective."""
         self._is_saving, self._saved = True, None

@@ -55,11 +55,6 @@ class Membership(ABC):
     @abstractmethod
     def finish(self) -> None: ...
 
-    def average(self) -> None:
-        """Average once with all members. Collective."""
-        self.start()
-        self.finish()
-
     def abandon(self) -> None:  # noqa: B027 - as above
         """Drop the pending average: its changes are sent again at their next turn."""
 
@@ -136,22 +131,22 @@ class StaticMembership(Membership):
         return self.pending is not None
 
     def start(self) -> None:
-        training = self._contributor
-        is_delayed = training.schedule.is_delayed(training.steps)
-        changes = training.changes_of(training.fragments_after(training.steps))
+        contributor = self._contributor
+        is_delayed = contributor.schedule.is_delayed(contributor.steps)
+        changes = contributor.changes_of(contributor.fragments_after(contributor.steps))
         self._gather_status(self._weight, is_finite=are_finite(changes, self._shards))
         statuses: tuple[MemberStatus, ...] = ()
         # A process at a different step sends no changes to wait for. A delayed average waits for none yet, so
         # `_advance` reads the statuses, unless the engine's blocking comparison is due.
-        if not is_delayed or not training.engines.main.buckets.has_agreed:
+        if not is_delayed or not contributor.engines.main.buckets.has_agreed:
             statuses = self._read()
         self._send(changes, statuses, is_delayed=is_delayed)
 
     def _send(self, changes: Changes, statuses: Sequence[MemberStatus], *, is_delayed: bool = False) -> None:
         total = sum(status.weight for status in statuses)
         scale = self._weight * len(statuses) / total if total else 1.0
-        training = self._contributor
-        self.pending = training.send(changes, scale, training.steps, is_delayed=is_delayed)
+        contributor = self._contributor
+        self.pending = contributor.send(changes, scale, contributor.steps, is_delayed=is_delayed)
 
     @property
     def _weight(self) -> float:
@@ -230,9 +225,9 @@ class StaticMembership(Membership):
 
         Changes made without a step are kept if they are the same on all members. Collective.
         """
-        training = self._contributor
-        fragments, step = training.fragments, training.steps
-        changes = training.changes_of(fragments)
+        contributor = self._contributor
+        fragments, step = contributor.fragments, contributor.steps
+        changes = contributor.changes_of(fragments)
         is_finite = are_finite(changes, self._shards)
         if self.subgroup is not None:
             self._check_within(self.subgroup.transport, is_finite=is_finite)
@@ -243,7 +238,7 @@ class StaticMembership(Membership):
             self._weight,
             is_finite=is_finite,
             has_changed=bool(quiet) and self._have_moved(quiet),
-            has_loaded=len(quiet) < len(fragments) and training.model.loads.have_changed(),
+            has_loaded=len(quiet) < len(fragments) and contributor.model.loads.have_changed(),
         )
         statuses = self._read()
         if any(status.has_changed for status in statuses):
@@ -252,10 +247,10 @@ class StaticMembership(Membership):
             self.finish()
         # Each by itself as usual, the one that has waited longest first: the same order on all processes.
         waiting = sorted((f for f in fragments if step > f.sent_after), key=lambda f: f.sent_after)
-        is_warm_up = training.schedule.is_warm_up(step)
+        is_warm_up = contributor.schedule.is_warm_up(step)
         for turn in [waiting] if waiting and is_warm_up else [[fragment] for fragment in waiting]:
             # All members are known to be at this step: gathering one status is enough.
-            self._send(training.changes_of(turn), statuses)
+            self._send(contributor.changes_of(turn), statuses)
             self._apply()
 
     def _have_moved(self, changes: Mapping[Fragment, Sequence[torch.Tensor]]) -> bool:
@@ -292,13 +287,13 @@ class StaticMembership(Membership):
 
     def average_within(self) -> None:
         """Average exactly, within the subgroup, fragments that the group does not average now. Collective."""
-        training, engine = self._contributor, self.subgroup
+        contributor, engine = self._contributor, self.subgroup
         assert engine is not None
-        changes = training.changes_of(training.fragments)
+        changes = contributor.changes_of(contributor.fragments)
         self._check_within(engine.transport, is_finite=are_finite(changes, self._shards))
         # Fragments that the group averages now, without a delay, need no subgroup mean first.
-        if training.is_due() and not training.schedule.is_delayed(training.steps):
-            for fragment in training.fragments_after(training.steps):
+        if contributor.is_due() and not contributor.schedule.is_delayed(contributor.steps):
+            for fragment in contributor.fragments_after(contributor.steps):
                 del changes[fragment]
         if changes:
             PendingAverage(changes, engine).wait()

@@ -137,6 +137,7 @@ class Gradients(ElasticContributor):
         self.optimizers, self.group = optimizers, group
         self.steps = self.steps_here = 0
         self._buckets = Buckets(model.tensors())
+        self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
 
     def _gradients(self) -> list[torch.Tensor]:
