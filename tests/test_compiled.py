@@ -20,6 +20,7 @@ import thinwire
 from processes import in_each_process
 from thinwire import Quantize, hooks
 from thinwire.powersgd import AlgorithmAggregator, optimizer_step
+from thinwire.torch_private import not_compiled
 from training import batch_of
 
 Way: TypeAlias = tuple[nn.Module, Callable[[], object]]
@@ -60,7 +61,7 @@ def overlapped(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
     model = DistributedDataParallel(module)
     torchs = torch.optim.SGD(module.parameters(), lr=0.1)  # the only kind that it accepts
     sync = thinwire.overlap_forward(model, Quantize(bits=8), torchs)
-    yield torch.compiler.disable(model), torchs.step  # it refuses compiled models
+    yield not_compiled(model), torchs.step  # it refuses compiled models
     sync.flush()
 
 
@@ -92,7 +93,7 @@ class Descent(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 parameter.sub_(0.1 * parameter.grad)

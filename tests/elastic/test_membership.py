@@ -34,11 +34,11 @@ from thinwire.elastic import (
     Steps,
 )
 from thinwire.errors import AttachError, CommunicationError, ConfigError, LeftError, StateError, StepError
-from thinwire.local_sgd import admission, elastic_members, model_changes
+from thinwire.local_sgd import admission, elastic_changes, elastic_members
+from thinwire.local_sgd.elastic_changes import ElasticChanges
 from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
-from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.sync.state import digest_of
 from thinwire.watch import read_run
 
@@ -259,7 +259,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scales: dict[tuple[int, int], float] = {}
-    start = ModelChanges.start
+    start = ElasticChanges.start
 
     def noted(changes: Any, tensors: Any, scale: float, step: int, **options: Any) -> Any:
         scales[changes.turns, changes.engine.transport.rank] = scale
@@ -271,7 +271,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
         commit(group, committed)
         group.commits = min(group.commits, 1)  # so that nobody is behind, and is sent a state
 
-    monkeypatch.setattr(ModelChanges, "start", noted)
+    monkeypatch.setattr(ElasticChanges, "start", noted)
     monkeypatch.setattr(InProcessGroup, "commit", uncounted)
     run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults={1: (VOTE, 2)})
     assert run.results == ["done"] * 3
@@ -317,6 +317,34 @@ def test_most_of_those_who_were_here_decide_whose_model_is_kept(joins_at: list[i
     assert run.adapters[0].membership().lost_error > 0
     assert run.adapters[1].membership().lost_error == 0
     assert {step for step, _ in run.models} == {0, 2, 4, 6, 8}  # its own steps do not count
+
+
+class TwoKinds(nn.Module):
+    """A model that is sent in two messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(32, 16), nn.Linear(32, 16, dtype=torch.bfloat16)
+
+
+class Delayed(InTurns[LocalSGD]):
+    def train(self, member: int) -> int:
+        model = TwoKinds()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"every_steps": 4, "streaming": Streaming(delay_steps=2)}
+        local = LocalSGD(model, optimizer, group=self.groups[member], algorithm=FEW_BITS, **options)
+        self.adapters[member] = local
+        with local:
+            while local.steps < 12:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                wait_for(Turn())
+        return local.membership().retries
+
+
+def test_who_joins_sends_in_the_order_of_those_whose_averaging_is_delayed() -> None:
+    assert Delayed([0, 0, 6]).results == [0, 0, 0]
 
 
 def test_two_groups_are_of_unlike_lineages_though_their_quorums_have_the_same_numbers() -> None:
@@ -776,7 +804,7 @@ def test_a_schedule_that_counts_a_members_own_steps_is_refused() -> None:
 def test_where_members_differ_anyway_it_is_told(settings: dict[str, Any]) -> None:
     # Neither by the clock, nor by what an earlier test has done to the handlers of loggers.
     with (
-        patch.object(model_changes, "monotonic", count().__next__),
+        patch.object(elastic_changes, "monotonic", count().__next__),
         patch.object(admission.logger, "warning") as warning,
     ):
         run = Run([0, 0, 4], rate=by_own_steps, **settings)

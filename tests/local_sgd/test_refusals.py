@@ -68,7 +68,7 @@ def one_member() -> InProcessTransport:
 @pytest.mark.parametrize("outer", KINDS)
 def test_a_model_is_averaged_by_one_context_at_a_time(outer: str, inner: str) -> None:
     """Each would take what the other has averaged for training."""
-    model = new_model()
+    model: Any = new_model()
     second = KINDS[inner](nn.Sequential(nn.Linear(3, 3), model[0]))  # they share a layer
     with KINDS[outer](model), refused(ConfigError, "is averaged already, by the"):
         second.__enter__()

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, LeftError, StepError
-from thinwire.local_sgd.contributor import Contributor
+from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps, with_wrapped
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.model_changes import ModelChanges
@@ -44,11 +44,11 @@ class Averager(AbstractContextManager[Any]):
         observers: Called after every step, with True.
     """
 
-    def __init__(self, contributor: Contributor, membership: Membership) -> None:
+    def __init__(self, contributor: ModelChanges | ElasticContributor, membership: Membership) -> None:
         super().__init__()
         self._contributor, self._membership = contributor, membership
         self._model, self._optimizers = contributor.model, contributor.optimizers
-        self._engine = contributor.engines[0]
+        self._engine = contributor.engines.main
         self.sync: GradientSync = self._model.replica.sync_of(self._engine)
         self.observers: list[Callable[[bool], None]] = []
         self._attached = ExitStack()
@@ -231,7 +231,6 @@ class ModelAverager(Averager):
 
     def _average_if_due(self) -> None:
         changes, membership, schedule = self._contributor, self._membership, self._schedule
-        is_delayed = schedule.is_delayed(changes.steps)
         if membership.is_open and changes.age >= schedule.streaming.delay_steps:
             with self._collective("a step"):
                 membership.finish()
@@ -240,8 +239,8 @@ class ModelAverager(Averager):
                 membership.advance()
         if not membership.is_open and changes.is_due():
             with self._collective("a step"):
-                membership.start(is_delayed=is_delayed)
-                if not is_delayed:
+                membership.start()
+                if not schedule.is_delayed(changes.steps):
                     membership.finish()
 
     @contextmanager
@@ -252,7 +251,7 @@ class ModelAverager(Averager):
         self._check_momentum(stacklevel=4)
         try:
             # The step may run under autocast, which would round the arithmetic on changes.
-            with full_precision(self._contributor.device):
+            with full_precision(self._model.device):
                 yield
         except BaseException:
             self._membership.abandon()

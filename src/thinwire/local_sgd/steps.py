@@ -14,9 +14,10 @@ from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.contributor import Contribution, Contributor, Terms
+from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
 from thinwire.local_sgd.elastic_members import Member, joining
 from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded
@@ -25,6 +26,7 @@ from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
+from thinwire.torch_private import not_compiled
 
 
 class Steps(Member):
@@ -99,6 +101,7 @@ class Steps(Member):
         tensors = list(self._contributor.shared_tensors().values())
         owned = set(map(id, self.module.parameters()))
 
+        @not_compiled
         def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if not self._contributor.is_committing and trains(optimizer, owned):
                 raise StepError(
@@ -134,12 +137,12 @@ class Steps(Member):
         self._check_inside("step()")
         self._model.loads.check()
         self._contributor.work = float(number("work", work, minimum=0))
-        with full_precision(self._contributor.device):  # the step may run under autocast
+        with full_precision(self._model.device):  # the step may run under autocast
             self._membership.average()
         self._tell_observers()
 
 
-class Gradients(Contributor):
+class Gradients(ElasticContributor):
     """Contributes a model's gradients, and steps its optimizers with their means."""
 
     def __init__(
@@ -149,8 +152,11 @@ class Gradients(Contributor):
         optimizers: Sequence[torch.optim.Optimizer],
         group: Group,
     ) -> None:
-        super().__init__(model, [engine], optimizers, group)
+        self.model, self.engines = model, Engines(engine, engine, engine)
+        self.optimizers, self.group = optimizers, group
+        self.steps = self.steps_here = 0
         self._buckets = Buckets(model.tensors())
+        self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
         self.is_committing = False  # whether the optimizers step with the means
 
@@ -171,16 +177,25 @@ class Gradients(Contributor):
         flats = self._gradients()
         return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*flats)), flats)
 
-    def start(self, tensors: list[torch.Tensor] | None, terms: Terms) -> PendingAverage[Buckets]:
+    def start(
+        self,
+        tensors: list[torch.Tensor] | None,
+        scale: float,
+        step: int,
+        *,
+        is_last: bool = False,
+    ) -> PendingAverage[Buckets]:
         flats = tensors or self._gradients()
         for flat in flats:
-            flat.mul_(terms.scale)
+            flat.mul_(scale)
         return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
-    def commit(self, pending: PendingAverage[Buckets] | None, terms: Terms) -> None:
+    def commit(
+        self, pending: PendingAverage[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
         if pending is None:
             # This is fine while this member, or another, joins: it contributes next time.
-            if self.work is not None and not terms.may_be_empty:
+            if self.work is not None and not may_be_empty:
                 raise StepError(
                     "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
                     "of the gradients, or skip the step on all members"
@@ -196,7 +211,7 @@ class Gradients(Contributor):
         finally:
             self.is_committing = False
         self.work = None
-        self.steps = terms.step + 1
+        self.steps = step + 1
         self.steps_here += 1
 
     @property
@@ -206,5 +221,5 @@ class Gradients(Contributor):
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {parameter.name: parameter.value for parameter in self._buckets}
 
-    def reset(self, step: int) -> None:
+    def reset(self, step: int, turns: int) -> None:
         self.steps, self.work = step, None

@@ -90,6 +90,7 @@ def warn_of_uncounted_steps(
     known, owned = set(map(id, optimizers)), set(map(id, module.parameters()))
     counts: dict[int, int] | None = {}  # at each other optimizer's last step; None after the warning
 
+    @not_compiled
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
         nonlocal counts
         if counts is None or id(optimizer) in known or not trains(optimizer, owned):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from thinwire.comm.transport import CombinedWork, CompletedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
+from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 
 PURPOSE = "the processes of a member telling each other"
 # If one process of a member raises one of these, all do; any other error ends the member.
@@ -154,6 +156,22 @@ def described_together(own: Description, group: Group) -> Description:
             f"{key} (on its process {rank})": said for key, said in of_one if described.get(key) != said
         }
     return described
+
+
+def reduced_over_local_processes(status: MemberStatus, group: Group) -> MemberStatus:
+    """Return a member's status: work and health over all its processes, the rest from rank 0. Collective."""
+    if group.inside.size == 1:
+        return status
+    everyone = StatusGather(status, group.inside, "the status of each process of a member").read()
+    norms = [status.error_norm for status in everyone]
+    return everyone[0]._replace(
+        weight=sum(status.weight for status in everyone),
+        weight_behind_doubt=sum(status.weight_behind_doubt for status in everyone),
+        error_norm=math.hypot(*norms) if group.has_parts else norms[0],
+        is_finite=all(status.is_finite for status in everyone),
+        is_leaving=any(status.is_leaving for status in everyone),
+        is_saving=any(status.is_saving for status in everyone),
+    )
 
 
 class _LeaderTransport(Transport):
