@@ -20,7 +20,6 @@ import thinwire
 from processes import in_each_process
 from thinwire import Quantize, hooks
 from thinwire.powersgd import AlgorithmAggregator, optimizer_step
-from thinwire.torch_private import not_compiled
 from training import batch_of
 
 Way: TypeAlias = tuple[nn.Module, Callable[[], object]]
@@ -61,7 +60,7 @@ def overlapped(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
     model = DistributedDataParallel(module)
     torchs = torch.optim.SGD(module.parameters(), lr=0.1)  # the only kind that it accepts
     sync = thinwire.overlap_forward(model, Quantize(bits=8), torchs)
-    yield not_compiled(model), torchs.step  # it refuses compiled models
+    yield torch.compiler.disable(model), torchs.step  # type: ignore[no-untyped-call] # it refuses compiled models
     sync.flush()
 
 
