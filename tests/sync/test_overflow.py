@@ -37,7 +37,7 @@ def overflows(processes: int, seed: int = 3) -> dict[int, int]:
 @in_each_process(2)
 def test_overflows_leave_no_trace(adapter: Callable[..., Averaged], options: dict[str, Any]) -> None:
     """Five batches more that overflow on one process; else the same run, to the bit."""
-    runs = (
+    runs: tuple[tuple[GradScaler, dict[int, int]], ...] = (
         (GradScaler("cpu", init_scale=2.0**14, growth_interval=3), overflows(dist.get_world_size())),
         (GradScaler("cpu", init_scale=1.0, growth_interval=10_000), {}),
     )
@@ -46,7 +46,7 @@ def test_overflows_leave_no_trace(adapter: Callable[..., Averaged], options: dic
         # A hook is given a function, the others the scaler.
         given: Any = scaler.get_scale if adapter is hooked else scaler
         model, optimizer, sync = adapter(grad_scaler=given, **options)
-        step = partial(scaler.step, optimizer)
+        step: Callable[[], object] = partial(scaler.step, optimizer)
         if isinstance(sync, epfl.Aggregator):
             step = partial(epfl.optimizer_step, optimizer, sync)
         scales = set()
