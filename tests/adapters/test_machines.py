@@ -266,8 +266,7 @@ def test_variables_that_lie_are_refused_on_all(case: str) -> None:
             thinwire.attach(model, Quantize(bits=4))
 
 
-@pytest.mark.parametrize("is_mesh", [True, False], ids=["mesh", "lists"])
-@pytest.mark.parametrize("machines", [PAIRS, [[0, 3], [2, 1]]], ids=str)
+@pytest.mark.parametrize(("machines", "is_mesh"), [(PAIRS, False), ([[0, 3], [2, 1]], True)], ids=str)
 @in_each_process(4)
 def test_a_mesh_tells_it_too_in_any_order_and_unused_parameters_stay_equal(
     machines: list[list[int]], is_mesh: bool

@@ -36,7 +36,6 @@ from thinwire.elastic import (
 from thinwire.errors import AttachError, CommunicationError, ConfigError, LeftError, StateError, StepError
 from thinwire.local_sgd import admission, elastic_changes, elastic_members
 from thinwire.local_sgd.elastic_changes import ElasticChanges
-from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
 from thinwire.sync.state import digest_of
