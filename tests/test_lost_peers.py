@@ -203,10 +203,10 @@ def save_on_one(setting: Setting, meanwhile: str) -> list[str]:
     if meanwhile == "it has switched":
         if setting.process_rank == 0:
             sync.use(AllReduce())
-        with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
+        with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict"):
             step_with(3)
     elif setting.process_rank == 0:
-        words = "^state_dict.. after 3 steps: the comparison of what.*every process must make"
+        words = "^state_dict.. after 3 steps: the comparison of what"
         with pytest.raises(CommunicationError, match=words):
             sync.state_dict()
     elif meanwhile == "they train":

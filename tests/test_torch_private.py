@@ -248,6 +248,7 @@ OTHERS = {
     "local_sgd/groups/torchft_client.py": {"_quorum_id"},
     "local_sgd/groups/torchft_group.py": {"_client", "_quorum_future", "_quorum_id"},
     "demo/train.py": {"_exit"},
+    "preload/startup.py": {"_exit"},
 }
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 

@@ -129,8 +129,9 @@ def _by_hand(num_workers: int) -> Tensor:
 def test_momentum_with_few_entries_is_warned_of_at_the_users_line(member: Member) -> None:
     words = "momentum, but TopK.* sends an entry only now and then.* leave momentum out"
     for outer in (Nesterov(momentum=0.9), NESTEROV, partial(torch.optim.Adam, lr=1e-3)):
-        with pytest.warns(UserWarning, match=words) as caught:
-            diloco(member, algorithm=TopK(), outer=outer).__enter__()
+        local = diloco(member, algorithm=TopK(), outer=outer)
+        with pytest.warns(UserWarning, match=words) as caught, local:
+            pass
         assert caught[0].filename == __file__
     with diloco(member, every_steps=2) as local:
         member.train(2)
@@ -140,8 +141,8 @@ def test_momentum_with_few_entries_is_warned_of_at_the_users_line(member: Member
     # The momentum is that of the state, and not the one that goes with the algorithm.
     resumed = diloco(member, every_steps=2, algorithm=TopK())
     resumed.load_state_dict(local.state_dict())
-    with pytest.warns(UserWarning, match=words):
-        resumed.__enter__()
+    with pytest.warns(UserWarning, match=words), resumed:
+        pass
 
 
 @pytest.mark.parametrize(

@@ -321,13 +321,14 @@ class Round:
 
     def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
+        # Those that have reached their commit may have ended when the messages arrive.
+        self._asking = [task for task in tasks if not isinstance(task.request, Commit)]
         kinds: dict[str, list[CollectiveRequest]] = {}
-        for task in tasks:
-            if not isinstance(task.request, Commit):
-                for request in task.request if isinstance(task.request, tuple) else (task.request,):
-                    sent = _checked(request, num_members, task.requests)
-                    kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
-                    kinds.setdefault(kind, []).append(sent)
+        for task in self._asking:
+            for request in task.request if isinstance(task.request, tuple) else (task.request,):
+                sent = _checked(request, num_members, task.requests)
+                kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
+                kinds.setdefault(kind, []).append(sent)
         # Backends match collectives only by their order, and wait forever if it differs. Sorted, the order
         # depends on the requests, not on which bucket made one first.
         for _, requests in sorted(kinds.items()):
@@ -356,10 +357,10 @@ class Round:
                 parts = message.output.split_with_sizes(widths, dim=-1)
             for request, part in zip(requests, parts, strict=True):
                 answers[id(request)] = part
-        for task in self.tasks:
+        for task in self._asking:
             if isinstance(task.request, tuple):
                 task.answer(tuple(answers[id(request)] for request in task.request))
-            elif not isinstance(task.request, Commit):
+            else:
                 task.answer(answers[id(task.request)])
         # A message keeps its buffers alive, and a Gloo work its group's threads.
         self.packed, self.works = [], []
