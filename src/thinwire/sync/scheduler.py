@@ -321,18 +321,22 @@ class Round:
 
     def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
-        # Those that have reached their commit may have ended when the messages arrive.
-        self._asking = [task for task in tasks if not isinstance(task.request, Commit)]
-        kinds: dict[str, list[CollectiveRequest]] = {}
-        for task in self._asking:
+        self._asking: list[Task] = []  # without those that have reached their commit: they may end earlier
+        kinds: dict[str, tuple[list[CollectiveRequest], list[torch.Tensor]]] = {}
+        for task in tasks:
+            if isinstance(task.request, Commit):
+                continue
+            self._asking.append(task)
             for request in task.request if isinstance(task.request, tuple) else (task.request,):
                 sent = _checked(request, num_members, task.requests)
                 kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
-                kinds.setdefault(kind, []).append(sent)
+                requests, tensors = kinds.setdefault(kind, ([], []))
+                requests.append(sent)
+                tensors.append(sent.tensor)
         # Backends match collectives only by their order, and wait forever if it differs. Sorted, the order
         # depends on the requests, not on which bucket made one first.
-        for _, requests in sorted(kinds.items()):
-            tensors = [request.tensor for request in requests]
+        for kind in sorted(kinds):
+            requests, tensors = kinds[kind]
             if isinstance(requests[0], Mean):
                 # A single request is not copied, so its mean is in the request's own memory.
                 flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
