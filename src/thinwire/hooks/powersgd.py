@@ -185,7 +185,7 @@ class PowerSGDState(HookState):
         self._loaded = self.state_dict() | {"step": step}
 
     def __setattr__(self, name: str, value: object) -> None:
-        # As in torch, whose state has slots: a name without effect would be accepted otherwise.
+        # Torch's state has slots, which refuse other names, too. A name without effect must not be accepted.
         if not (name.startswith("_") or name in SETTABLE):
             raise AttributeError(
                 f"{name} can't be set on a PowerSGDState; its settings have the names of its arguments, its "
@@ -193,7 +193,7 @@ class PowerSGDState(HookState):
             )
         super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # which would accept any name
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
