@@ -39,6 +39,7 @@ class HookOptions(StepOptions, total=False):
     grad_scaler: GradScaler | Callable[[], float] | None
 
 
+# Every other public name is refused: as in torch, whose state has slots, no name may be set without effect.
 SETTABLE = (
     "process_group",
     "matrix_approximation_rank",
@@ -185,7 +186,6 @@ class PowerSGDState(HookState):
         self._loaded = self.state_dict() | {"step": step}
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Torch's state has slots, which refuse other names, too. A name without effect must not be accepted.
         if not (name.startswith("_") or name in SETTABLE):
             raise AttributeError(
                 f"{name} can't be set on a PowerSGDState; its settings have the names of its arguments, its "

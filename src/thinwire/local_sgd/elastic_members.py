@@ -250,7 +250,7 @@ class LocalSGD(ModelAverager, Member):
         model = self._model
         if not model.entered:
             self._check_copies()
-            # A learning rate that depends on the number of members is chosen at every averaging.
+            # The number of members is not known yet: a learning rate for it is chosen at every averaging.
             model.divide(model.tensors(), self._schedule, 1, self._engine.algorithm)
             for fragment in model.fragments:
                 fragment.set_last()
