@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from torch.utils import _pytree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
 # Autograd. Unwrapped torch functions, since hooks call them for each bucket or gradient.
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -39,10 +43,22 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_e
 """Call a function at the end of the current backward pass, after those queued before."""
 
 not_compiled = _disable_dynamo
-"""Decorate a function that `torch.compile` must not trace."""
+"""Decorate a function of a module or class that `torch.compile` must not trace."""
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Return whether `torch.profiler` or `torch.autograd.profiler` records on this thread."""
+
+
+@not_compiled
+def _called(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    return function(*args, **kwargs)
+
+
+def closure_not_compiled(closure: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function inside a function that `torch.compile` must not trace."""
+    # `not_compiled` makes a cycle: the function refers to its wrapper. So what a closure holds, such as the
+    # model, would be freed only by the garbage collector.
+    return partial(_called, closure)
 
 
 @contextmanager

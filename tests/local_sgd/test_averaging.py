@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from members import NESTEROV, POWER, Failing, Member, data_parallel, in_each_member, run
 from thinwire import LocalSGD, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire.comm import InProcessTransport
 from thinwire.errors import AgreementError, CommunicationError, GradientError, StepError
 from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
@@ -421,3 +424,23 @@ def test_exit_takes_everything_off_and_averages_only_if_clean(member: Member, ra
     assert member.agreed() != raises
     assert scaler.step is own
     assert local.stats().messages == (0 if raises else 1)
+
+
+def test_a_context_that_has_ended_is_freed_with_its_model() -> None:
+    """Immediately: the memory of its last averages is needed for the next one."""
+
+    def train() -> list[weakref.ref[Any]]:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with LocalSGD(model, optimizer, every_steps=1, replicas=InProcessTransport.group(1)[0]) as local:
+            train_step(model, optimizer, batch_of(0, 0))
+        return [weakref.ref(local), weakref.ref(model)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        train()  # the first step imports modules, whose frames may hold it
+        freed = [reference() is None for reference in train()]
+    finally:
+        gc.enable()
+    assert freed == [True, True]

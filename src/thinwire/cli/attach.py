@@ -21,7 +21,7 @@ def attach(
         default_factory=list, metavar="-- COMMAND…", help="Any training command.", show_default=False
     ),
     *,
-    # Text, so that what is no number is refused in one line, as every other value is.
+    # This is text, so that what is no number is refused in one line, like every other wrong value.
     bits: str | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
     algorithm: str | None = typer.Option(
         None, metavar="TEXT", help='As in Python, such as "PowerSGD(matrix_rank=4)".'

@@ -104,8 +104,8 @@ def machines_of_subgroups(
     """Return the same as `machines_of`, given each process's subgroup of its machine. Collective."""
     ranks = dist.get_process_group_ranks(transport.group)
     own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
-    said = gather_bytes(own, transport, "which processes are a subgroup")
-    rows = sorted({tuple(json.loads(data)) for data in said})
+    everyone = gather_bytes(own, transport, "which processes are a subgroup")
+    rows = sorted({tuple(json.loads(data)) for data in everyone})
     if sorted(rank for row in rows for rank in row) != sorted(ranks):
         raise ConfigError(
             f"the subgroups {[list(row) for row in rows][:8]} overlap, or leave out processes of the group; "
@@ -126,15 +126,15 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         if not transport.rank:
             logger.warning("%s", uneven)
         return None, uneven
-    # Torch's groups are in the order of ranks: of [[0, 3], [2, 1]] process 1 would be the first of its
-    # machine, and average with 3, the second.
+    # Torch sorts the ranks of a group. With [[0, 3], [2, 1]] as given, rank 1 would have local rank 0 in its
+    # machine's group, but average with rank 3, whose local rank is 1.
     made, key = made_of(transport.group), tuple(tuple(sorted(row)) for row in rows)
     if key not in made:
         is_whole_job = transport.size == dist.get_world_size()
         if not is_whole_job:
-            # Torch names a group of a part of the job by how many groups its process is in. If rank 0 had one
-            # for its logs, ranks 0 and 1 would wait for each other under different names; so those in fewer
-            # groups make groups of themselves.
+            # Torch names a group of a part of the job by how many groups the process is in. If rank 0 had one
+            # more, for its logs, ranks 0 and 1 would wait for each other under different names. So a process
+            # in fewer groups makes groups of its own.
             most = max(count for (count,) in gather_numbers([num_groups()], transport, PURPOSE))
             while num_groups() < most:
                 dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -241,7 +241,7 @@ def _hash_of_host() -> int:
 def machines_by_launcher(transport: Transport, ranks: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each machine from the launcher's variables; one machine without variables."""
     here, job_size = LocalRank.here(), dist.get_world_size()
-    # The same on all processes, even if machines differ in size.
+    # This variable is the same on all processes, even if machines differ in size.
     is_flat = _number("GROUP_WORLD_SIZE") in (1, job_size)
     if transport.size < 3 or here.local_size in (-1, job_size) or is_flat:
         return [list(ranks)]

@@ -39,6 +39,7 @@ class HookOptions(StepOptions, total=False):
     grad_scaler: GradScaler | Callable[[], float] | None
 
 
+# Every other public name is refused: as in torch, whose state has slots, no name may be set without effect.
 SETTABLE = (
     "process_group",
     "matrix_approximation_rank",
@@ -185,7 +186,6 @@ class PowerSGDState(HookState):
         self._loaded = self.state_dict() | {"step": step}
 
     def __setattr__(self, name: str, value: object) -> None:
-        # As in torch, whose state has slots: a name without effect would be accepted otherwise.
         if not (name.startswith("_") or name in SETTABLE):
             raise AttributeError(
                 f"{name} can't be set on a PowerSGDState; its settings have the names of its arguments, its "
@@ -193,7 +193,7 @@ class PowerSGDState(HookState):
             )
         super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # which would accept any name
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(

@@ -1,4 +1,4 @@
-"""Who takes part in an averaging: all members decide alike, from the statuses of all.
+"""Decides who takes part in an averaging: the same on all members, from the statuses of all.
 
 A *lineage* is a digest of the averagings behind a model, and of their members. Members average only models of
 one lineage; the others start again from the state of a member that has it.

@@ -230,17 +230,17 @@ class ModelAverager(Averager):
         self._tell_observers()
 
     def _average_if_due(self) -> None:
-        changes, membership, schedule = self._contributor, self._membership, self._schedule
-        if membership.is_open and changes.age >= schedule.streaming.delay_steps:
+        contributor, membership, schedule = self._contributor, self._membership, self._schedule
+        if membership.is_open and contributor.age >= schedule.streaming.delay_steps:
             with self._collective("a step"):
                 membership.finish()
         elif membership.is_behind:
             with self._collective("a step"):
                 membership.advance()
-        if not membership.is_open and changes.is_due():
+        if not membership.is_open and contributor.is_due():
             with self._collective("a step"):
                 membership.start()
-                if not schedule.is_delayed(changes.steps):
+                if not schedule.is_delayed(contributor.steps):
                     membership.finish()
 
     @contextmanager

@@ -22,7 +22,7 @@ from thinwire.sync import Engine
 
 
 class ElasticChanges(ModelChanges, ElasticContributor):
-    """Contributes a model's changes. All members' turns are counted: they join at any step."""
+    """Contributes a model's changes. It counts turns, since members join at any step of the schedule."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class ElasticChanges(ModelChanges, ElasticContributor):
 
     def _fragments_left(self, step: int) -> Sequence[Fragment]:
         """Return the fragments that have made steps since their last averaging."""
-        # By what a newcomer knows, too. An outer step of no change would still go on with its momentum.
+        # Decide by what a newcomer knows, too. Leave out the fragment that was averaged just now: an outer
+        # step without a change would still move it along its momentum.
         last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.turn_began else None
         return [it for it in self.fragments if it is not last] or self.fragments_after(step)
 

@@ -33,7 +33,7 @@ class Contribution(NamedTuple):
 
 
 class ElasticContributor(ABC):
-    """What a member contributes to an averaging, what it does with the means, and what others start from."""
+    """Contributes a member's tensors to averagings, applies their means, and saves and loads its state."""
 
     model: AveragedModel
     engines: Engines
@@ -101,7 +101,7 @@ class ElasticContributor(ABC):
 
     def _tensors_not_averaged(self) -> dict[str, torch.Tensor]:
         """Return by name what else a newcomer must receive: frozen parameters and other buffers."""
-        # Found by identity: names in a compiled block differ from those in the average.
+        # Tensors are found by identity: names in a compiled block differ from those in the average.
         averaged = {id(item.tensor) for item in self.model.tensors()}
         named = chain(self.model.module.named_parameters(), self.model.module.named_buffers())
         return {
@@ -110,7 +110,7 @@ class ElasticContributor(ABC):
 
     def state(self, lineage: int, commits: int, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
-        # From the last averaging, for a newcomer too: only this member's model has its later steps.
+        # The state is that of the last averaging, for a newcomer too: later steps are only this member's.
         return packed_state(
             step=self.averaged_steps,
             sent_after=(self.averaged_steps,),
@@ -140,28 +140,29 @@ class ElasticContributor(ABC):
 
     def start_from(self, loaded: LoadedState) -> None:
         """Load a state: all of it, or none if it does not fit."""
-        shared, others, members = self.shared_tensors(), self._tensors_not_averaged(), members_of(loaded)
-        if loaded.members is not None and _kinds(members["not_averaged"]) != _kinds(others):
-            raise StateError(  # a fixed group's state has no others
+        shared, members = self.shared_tensors(), members_of(loaded)
+        not_averaged = self._tensors_not_averaged()  # which a fixed group's state does not have
+        if loaded.members is not None and _kinds(members["not_averaged"]) != _kinds(not_averaged):
+            raise StateError(
                 "the state's not_averaged has other tensors than this member's model; start the same script "
                 "as the others, or load the state of the same model"
             )
         engine = self.engine_after(loaded.step)
-        of_engine = engine.check_state_dict(loaded.sync)
+        engine_state = engine.check_state_dict(loaded.sync)
         outer = self.model.outer if loaded.outer is not None else None
         optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
         if loaded.members is not None:
             optimizers, states = [*optimizers, *self.sent_optimizers], [*states, *members["optimizers"]]
         load_optimizers(optimizers, states)
-        errors = of_engine.slots.get(ERROR, {})
-        common = {slot: tensors for slot, tensors in of_engine.slots.items() if not slot.is_local}
-        engine.load(of_engine._replace(slots=common))
+        errors = engine_state.slots.get(ERROR, {})
+        common = {slot: tensors for slot, tensors in engine_state.slots.items() if not slot.is_local}
+        engine.load(engine_state._replace(slots=common))
         for spec in engine.specs:
             # The layout of messages depends on which parameters have a residual: a newcomer's is zeros.
             if spec.name in errors or spec.name in members["residual_of"]:
                 error = errors.get(spec.name, torch.zeros(spec.shape))
                 engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.model.device))
-        for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], others):
+        for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], not_averaged):
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)
         self.model.loads.forget()

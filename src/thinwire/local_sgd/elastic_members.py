@@ -97,7 +97,8 @@ class Member(Averager):
             in_main_thread = threading.current_thread() is threading.main_thread()
             if membership.group.leaves_on_sigterm and in_main_thread:
                 attached.enter_context(_on_sigterm(self.leave))
-            # If asked to leave while waiting for others: the first step raises, and ends the loop as usual.
+            # A member that is asked to leave while it waits here has left: its first step raises, and ends
+            # the loop as usual.
             with suppress(LeftError), full_precision(self._model.device):
                 membership.average()
             self._is_inside = True
@@ -214,7 +215,7 @@ class LocalSGD(ModelAverager, Member):
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
         schedule.check_gradient_settings(grad_scaler)
-        averaged, optimizers, group = joining(
+        averaged, optimizers, group = prepare_member(
             model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
         # If each process has a part, a mean is finite only if all parts are.
@@ -249,7 +250,7 @@ class LocalSGD(ModelAverager, Member):
         model = self._model
         if not model.entered:
             self._check_copies()
-            # A learning rate that depends on the number of members is chosen at every averaging.
+            # The number of members is not known yet: a learning rate for it is chosen at every averaging.
             model.divide(model.tensors(), self._schedule, 1, self._engine.algorithm)
             for fragment in model.fragments:
                 fragment.set_last()
@@ -259,11 +260,12 @@ class LocalSGD(ModelAverager, Member):
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """Average what is left, unless an exception was raised, and leave. Catches `LeftError`."""
-        changes = self._contributor
+        contributor = self._contributor
         with self._attached:
             # Fragments whose turn was not the last one have work left.
-            is_left = changes.steps > changes.averaged_steps or any(it.work for it in changes.fragments)
-            # Inside this block: its end leaves the group, and the last averaging must come before.
+            fragments_have_work = any(fragment.work for fragment in contributor.fragments)
+            is_left = contributor.steps > contributor.averaged_steps or fragments_have_work
+            # The end of this `with` leaves the group, so the last averaging must come inside it.
             if kind is None and is_left and not self.has_left:
                 self._model.loads.check()
                 with suppress(LeftError), full_precision(self._model.device):
@@ -322,10 +324,10 @@ class DiLoCo(LocalSGD):
         )
 
 
-def joining(
+def prepare_member(
     model: nn.Module, optimizer: Optimizers, group: Group | None, *, buffers: bool, outer: Outer | None = None
 ) -> tuple[AveragedModel, tuple[torch.optim.Optimizer, ...], Group]:
-    """Check a user's model and optimizers, and find the group."""
+    """Check a member's model and optimizers; return them, and the member's end of the group."""
     module, ddp = unwrapped(model)
     if group is None:
         num_processes = dist.get_world_size() if dist.is_initialized() else 1

@@ -219,9 +219,9 @@ class ElasticMembership(Membership):
             self._saved = in_all_processes(self._contributor.engine.state_dict, self.group)
 
     def _commit(self, averaging: _Averaging) -> None:
-        pending, _, statuses = averaging
+        pending, statuses = averaging.pending, averaging.statuses
         if pending is not None:
-            pending.wait()  # first what can raise: if a mean is not finite, nothing has changed
+            pending.wait()  # first: it raises if a mean is not finite, and then nothing has changed
         self.lineage = averaging.lineage
         self.commits += 1
         may_be_empty = any(status.is_new or status.is_saving for status in statuses)
@@ -254,7 +254,7 @@ class ElasticMembership(Membership):
                 for name, part in zip(names, arrived, strict=True):
                     errors[name].add_(part, alpha=1 / len(stayers))
 
-    # Who takes part.
+    # The members of the next averaging.
 
     def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
         """Return the members of the next averaging, and this member's tensors, None to compute them again.
@@ -269,10 +269,10 @@ class ElasticMembership(Membership):
         contribution, settings = contributor.contribution(), inner_settings(contributor.optimizers)
         statuses = self._gather_statuses(contribution, settings, is_new=is_new)
         if is_new and not all(status.is_finite for status in statuses):
-            # It may come from a member that has diverged, whose optimizers have, too: receive another one.
+            # The received state may be from a member that has diverged, optimizers too: receive another one.
             self._start_over()
-        # In this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start over:
-        # rank 0 waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
+        # Decide in this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start
+        # over: rank 0 waits for rank 1's round 1, rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
         statuses = self._of_one_lineage(statuses)
         self._admission.check_finite(statuses)
@@ -296,8 +296,8 @@ class ElasticMembership(Membership):
         if received is None:
             return
         if self._doubt is not None and self._doubt.lineage == lineage_of(received):
-            # They have committed the averaging that this member had prepared. It commits it too, has their
-            # state then, and keeps its residual.
+            # The others have committed the averaging that this member has prepared. If it commits too, it
+            # has their state, and keeps its residual.
             self._resolve_doubt(was_committed=True)
         else:
             self._member = self._draw_number()  # for the others, it is a new member
@@ -350,8 +350,8 @@ class ElasticMembership(Membership):
         lost = contributor.engine.state.error_norm()
         # If a run resumes, the members that continued before this one have its residual.
         if self.lineage and self._residual_members:
-            owed = f", and its residual of norm {lost:g} is lost" if lost else ""
-            logger.warning("this member was away, so it restarts from the others' state%s", owed)
+            loss = f", and its residual of norm {lost:g} is lost" if lost else ""
+            logger.warning("this member was away, so it restarts from the others' state%s", loss)
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
         self.lineage, self.commits = lineage_of(received), received["members"]["commits"]

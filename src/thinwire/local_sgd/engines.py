@@ -31,7 +31,7 @@ def engines_of(
     algorithm: Algorithm,
     group: Transport,
     health_group: Transport | None,
-    within: Transport | None = None,
+    subgroup: Transport | None = None,
 ) -> Engines:
     """Return the engines for averagings over a group and, if given, a subgroup."""
     averaged = model.tensors()
@@ -39,16 +39,18 @@ def engines_of(
     parts = layouts_of(averaged, schedule.streaming.fragments)
     # The processes of a subgroup have the same changes, so each sends a part of them.
     machines = None
-    if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
-        machines, _ = machines_of_subgroups(group, within)
-    # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
-    settings = Settings(health_group=health_group)
-    main = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
-    counts: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
+    if isinstance(group, ProcessGroupTransport) and isinstance(subgroup, ProcessGroupTransport):
+        machines, _ = machines_of_subgroups(group, subgroup)
+    # `main` ignores `on_nonfinite`, which is about gradients: changes that are not finite always raise.
+    main = Engine(
+        algorithm, group, specs, Settings(health_group=health_group), parts=parts, machines=machines
+    )
+    shared: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
     settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
-    gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **counts)
+    gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **shared)
     if schedule.has_ddp and warmup.algorithm != EXACT:
-        # A separate engine: `gradients` has residuals of gradients; this one averages the final parameters.
-        warmup = Engine(EXACT, group, specs, settings, **counts)
-    subgroup = None if within is None else Engine(EXACT, within, specs, settings)
-    return Engines(main, warmup, gradients, subgroup)
+        # `gradients` has residuals of gradients, so another engine averages the final parameters.
+        warmup = Engine(EXACT, group, specs, settings, **shared)
+    return Engines(
+        main, warmup, gradients, None if subgroup is None else Engine(EXACT, subgroup, specs, settings)
+    )

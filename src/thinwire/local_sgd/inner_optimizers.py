@@ -21,7 +21,7 @@ from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.fragment import Averaged
 from thinwire.tensors.layout import local_tensor
-from thinwire.torch_private import not_compiled, num_messages, takes_step_hooks
+from thinwire.torch_private import closure_not_compiled, num_messages, takes_step_hooks
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -105,13 +105,13 @@ def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transpo
     group = transport.group if isinstance(transport, ProcessGroupTransport) else None
     counts: dict[int, int | None] = {}  # of messages before the first step, None after it
 
-    @not_compiled
+    @closure_not_compiled
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Messages from inside a closure are gradients.
         if all(argument is None for argument in (*args[1:], *kwargs.values())):
             counts.setdefault(id(optimizer), num_messages(group))
 
-    @not_compiled
+    @closure_not_compiled
     def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
         count = counts.get(id(optimizer))
         counts[id(optimizer)] = None

@@ -169,7 +169,7 @@ class LocalSGD(ModelAverager, Joinable):
             membership.resume(self._loaded)
         self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
-            # If the second one raises, the first one is removed.
+            # If any of these raises, those before it are removed.
             attached.enter_context(self._in_loop())
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
@@ -365,7 +365,7 @@ class LocalSGD(ModelAverager, Joinable):
         )
         warm_engine = self._contributor.engines.gradients
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
-        # First what may raise: then nothing else has changed.
+        # This may raise, so nothing is changed before it.
         self.sync.load_state_dict(loaded.sync)
         if warmup is not None:
             warm_engine.load(warmup)

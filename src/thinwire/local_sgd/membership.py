@@ -71,7 +71,7 @@ class StaticMembership(Membership):
         self._transport = changes.engines.main.transport
         self._shards = changes.model.replica.shards
         self.subgroup = subgroup
-        self.divides_by_contributors = False  # not by members: by those that have made steps
+        self.divides_by_contributors = False  # by the members that have made steps, not by all
         self.pending: PendingAverage[Fragment] | None = None
         self._unread: list[StatusGather] = []  # in the order of gathering
 
@@ -81,14 +81,14 @@ class StaticMembership(Membership):
         """Raise on all processes if models differ, or have changed since this was made."""
         engine = self._contributor.engines.main
         self._agree({}, lambda: engine.agree(averaged[0].value.device))
-        # The plan is for the parameters trained then. Messages of different lengths would crash the process;
-        # with equal lengths, different parameters would be averaged with each other.
-        others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})[:4]
-        self._agree({"parameters that changed since LocalSGD was created:": str(others)} if others else {})
-        if others:
+        # The engine's plan is for the parameters that were trained when this was made. Messages of different
+        # lengths would crash the process; with equal lengths, different parameters would be averaged.
+        changed = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})[:4]
+        self._agree({"parameters that changed since LocalSGD was created:": str(changed)} if changed else {})
+        if changed:
             raise StepError(
                 f"the model's trainable parameters or buffers have changed since this {name} was created: "
-                f"{others}; freeze, unfreeze or convert them first, then create it"
+                f"{changed}; freeze, unfreeze or convert them first, then create it"
             )
 
     def agree_on_settings(self, loaded: LoadedState | None) -> None:
@@ -107,18 +107,18 @@ class StaticMembership(Membership):
 
     def resume(self, loaded: LoadedState) -> None:
         """Load fragments and the pending average from a state."""
-        changes = self._contributor
-        load_fragments(loaded, changes.model)
-        self.abandon()  # from a failed attempt to enter
-        changes.align_turns(loaded.step)
-        changes.end_warmup()
+        contributor = self._contributor
+        load_fragments(loaded, contributor.model)
+        self.abandon()  # an earlier attempt to enter may have failed
+        contributor.align_turns(loaded.step)
+        contributor.end_warmup()
         for number, means in loaded.pending:
             # Version 0.2 could have several pending averages: all but the last are applied now.
             if self.is_open:
                 self.finish()
-            fragment = changes.fragments[number]
-            changes.sent_at = fragment.sent_after
-            changes.align_turns(fragment.sent_after)
+            fragment = contributor.fragments[number]
+            contributor.sent_at = fragment.sent_after
+            contributor.align_turns(fragment.sent_after)
             flats = fragment.empty()
             for tensor, part in fragment.parts(flats):
                 part.copy_(means[tensor.name])
@@ -136,13 +136,15 @@ class StaticMembership(Membership):
         changes = contributor.changes_of(contributor.fragments_after(contributor.steps))
         self._gather_status(self._weight, is_finite=are_finite(changes, self._shards))
         statuses: tuple[MemberStatus, ...] = ()
-        # A process at a different step sends no changes to wait for. A delayed average waits for none yet, so
-        # `_advance` reads the statuses, unless the engine's blocking comparison is due.
+        # Read the statuses before waiting for changes, which a member at a different step does not send. A
+        # delayed average waits for none yet: `_advance` reads its statuses, unless the engine's comparison,
+        # which blocks, comes first.
         if not is_delayed or not contributor.engines.main.buckets.has_agreed:
             statuses = self._read()
         self._send(changes, statuses, is_delayed=is_delayed)
 
     def _send(self, changes: Changes, statuses: Sequence[MemberStatus], *, is_delayed: bool = False) -> None:
+        # All weights are 1 if the statuses are not read yet: contributors are not counted with a delay.
         total = sum(status.weight for status in statuses)
         scale = self._weight * len(statuses) / total if total else 1.0
         contributor = self._contributor
@@ -171,12 +173,12 @@ class StaticMembership(Membership):
         """Send the next rounds of the pending averaging, until this many were sent or all have arrived."""
         pending = self.pending
         assert pending is not None
-        # Send a status before everything else. Otherwise, if rank 0 is a step late: rank 1 sends round 2,
-        # rank 0 leaves the context and sends its status; each waits for the other. So both read two statuses.
-        newest = [self._gathered(self._transport)] if pending.is_delayed else []
+        # Send a status before everything else. Otherwise, if rank 0 is a step late, rank 1 would send round 2
+        # while rank 0 leaves the context and sends its status, and each would wait for the other.
+        newest = [self._start_gather(self._transport)] if pending.is_delayed else []
         while pending.num_rounds < num_rounds:
-            # Those gathered before the round in flight was sent: if members differ, it never arrives. Not the
-            # newest, for which all members must have come this far.
+            # Read the statuses sent before the round in flight: if members differ, that round never arrives.
+            # Don't read the newest: slower members send it only when they come this far.
             self._read()
             self._unread += newest
             newest = []
@@ -231,31 +233,32 @@ class StaticMembership(Membership):
         is_finite = are_finite(changes, self._shards)
         if self.subgroup is not None:
             self._check_within(self.subgroup.transport, is_finite=is_finite)
-        # Changes without counted steps: loaded weights, or those of an optimizer whose steps are not counted.
+        # If these have changed since they were sent, then without a counted step: weights were loaded, or an
+        # optimizer has stepped whose steps are not counted.
         sent = () if self.pending is None else self.pending.changes
-        quiet = {f: changes[f] for f in fragments if step == f.sent_after and f not in sent}
+        unstepped = {f: changes[f] for f in fragments if step == f.sent_after and f not in sent}
         self._gather_status(
             self._weight,
             is_finite=is_finite,
-            has_changed=bool(quiet) and self._have_moved(quiet),
-            has_loaded=len(quiet) < len(fragments) and contributor.model.loads.have_changed(),
+            has_changed=bool(unstepped) and self._have_moved(unstepped),
+            has_loaded=len(unstepped) < len(fragments) and contributor.model.loads.have_changed(),
         )
         statuses = self._read()
         if any(status.has_changed for status in statuses):
-            self._take_over(Fragments(quiet))
+            self._set_as_last_average(Fragments(unstepped))
         if self.is_open:
             self.finish()
-        # Each by itself as usual, the one that has waited longest first: the same order on all processes.
+        # Average each by itself as usual, the one that has waited longest first: the same order on all ranks.
         waiting = sorted((f for f in fragments if step > f.sent_after), key=lambda f: f.sent_after)
         is_warm_up = contributor.schedule.is_warm_up(step)
         for turn in [waiting] if waiting and is_warm_up else [[fragment] for fragment in waiting]:
-            # All members are known to be at this step: gathering one status is enough.
+            # All members are at this step, as the statuses show, so they need not gather them again.
             self._send(contributor.changes_of(turn), statuses)
             self._apply()
 
     def _have_moved(self, changes: Mapping[Fragment, Sequence[torch.Tensor]]) -> bool:
         """Return whether any parameter has changed on any shard of the replica."""
-        # Not buffers: they change in every forward pass.
+        # Leave out buffers, which change in every forward pass.
         have_moved = any(
             flat.any()
             for fragment, flats in changes.items()
@@ -264,8 +267,8 @@ class StaticMembership(Membership):
         )
         return not self._on_all_shards(not have_moved, "whether all shards are still")
 
-    def _take_over(self, fragments: Fragments) -> None:
-        """Make the model's values the last average, or raise on all members if they differ. Collective."""
+    def _set_as_last_average(self, fragments: Fragments) -> None:
+        """Make the model's values the last average; raise on all members if they differ. Collective."""
         purpose = "comparing parameters that have changed without a step"
         rows = gather_numbers([float(fragments.checksum())], self._transport, purpose)
         if not self._on_all_shards(rows == rows[:1] * len(rows), purpose):
@@ -310,17 +313,17 @@ class StaticMembership(Membership):
         too when they next compare there.
         """
         with suppress(StepError):
-            check_alike(self._gathered(subgroup, is_finite=is_finite).read())
+            check_alike(self._start_gather(subgroup, is_finite=is_finite).read())
             return
-        check_alike(self._gathered(self._transport, is_finite=is_finite).read())
+        check_alike(self._start_gather(self._transport, is_finite=is_finite).read())
 
     def _gather_status(self, weight: float = 1.0, **status: bool) -> None:
-        self._unread.append(self._gathered(self._transport, weight, **status))
+        self._unread.append(self._start_gather(self._transport, weight, **status))
 
-    def _gathered(
+    def _start_gather(
         self, transport: Transport, weight: float = 1.0, *, is_finite: bool = True, **flags: bool
     ) -> StatusGather:
-        """Start to gather the statuses of all members, without waiting for them. Collective."""
+        """Send this member's status, without waiting for those of the others. Collective."""
         step, outer = self._contributor.steps, settings_digest(self._contributor.model.outer)
         status = MemberStatus(step, weight, is_finite, outer_settings=outer, **flags)
         return StatusGather(status, transport, f"step {step}, the consensus check before an averaging")

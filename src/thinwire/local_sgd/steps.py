@@ -15,7 +15,7 @@ from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
-from thinwire.local_sgd.elastic_members import Member, joining
+from thinwire.local_sgd.elastic_members import Member, prepare_member
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
@@ -26,7 +26,7 @@ from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
-from thinwire.torch_private import not_compiled
+from thinwire.torch_private import closure_not_compiled
 
 
 class Steps(Member):
@@ -77,7 +77,7 @@ class Steps(Member):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        averaged, optimizers, group = joining(model, optimizer, group, buffers=False)
+        averaged, optimizers, group = prepare_member(model, optimizer, group, buffers=False)
         # A joining member takes its first optimizer steps on entry, so it must receive the optimizers.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
@@ -101,7 +101,7 @@ class Steps(Member):
         tensors = list(self._contributor.shared_tensors().values())
         owned = set(map(id, self.module.parameters()))
 
-        @not_compiled
+        @closure_not_compiled
         def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if not self._contributor.is_committing and trains(optimizer, owned):
                 raise StepError(
@@ -111,7 +111,7 @@ class Steps(Member):
 
         own_steps = register_optimizer_step_pre_hook(refuse)
         try:
-            # Checked in `step`: the optimizers' own steps come when an averaging is committed.
+            # Pass no optimizers: `step` checks, since the optimizers step only when an averaging commits.
             with self._model.loads.noted(self.module, (), lambda: digest_of(tensors)):
                 yield
         finally:

@@ -20,7 +20,7 @@ from thinwire.adapters.ddp import ATTACHED, Switch
 from thinwire.adapters.ddp_model import DetachedAdapter, check_options
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, StepError
-from thinwire.torch_private import comm_hooks, not_compiled
+from thinwire.torch_private import closure_not_compiled, comm_hooks, not_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +36,20 @@ def after_each_step(
     grad_scaler: GradScaler | None,
     after_step: Callable[[], None],
 ) -> Iterator[None]:
-    """Call `after_step` after every attempted step of an optimizer or one that it wraps, until this ends."""
-    # Of the steps in progress, only the outermost is counted: a scaler's, or that of an optimizer which wraps
-    # another. SAM's `second_step` steps the wrapped one alone.
+    """Call `after_step` after every attempted step of an optimizer or one that it wraps, until this ends.
+
+    A step inside another's is a part of it: a scaler steps an optimizer, which steps one that it wraps. Each
+    is also stepped alone, as SAM's `second_step` does with the wrapped one.
+    """
+    # A step that raises stays the outermost until it is tried again, and that attempt counts.
     outermost: object = None
 
-    @not_compiled
+    @closure_not_compiled
     def before(stepping: object, *_: object) -> None:
         nonlocal outermost
         outermost = outermost or stepping
 
-    # The hook runs after the step, and so sees the new parameters.
-    @not_compiled
+    @closure_not_compiled
     def after(stepping: object, *_: object) -> None:
         nonlocal outermost
         if stepping is outermost:
@@ -84,18 +86,19 @@ def after_each_step(
 
 @contextmanager
 def warn_of_uncounted_steps(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], counted: Callable[[], int]
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], num_counted: Callable[[], int]
 ) -> Iterator[None]:
     """Warn once, while this is open, if only other optimizers step the model: nothing would be averaged."""
     known, owned = set(map(id, optimizers)), set(map(id, module.parameters()))
-    counts: dict[int, int] | None = {}  # at each other optimizer's last step; None after the warning
+    # How many steps were counted at each other optimizer's last step, by its id; None after the warning.
+    counts: dict[int, int] | None = {}
 
-    @not_compiled
+    @closure_not_compiled
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
         nonlocal counts
         if counts is None or id(optimizer) in known or not trains(optimizer, owned):
             return
-        if counts.get(id(optimizer)) == counted():
+        if counts.get(id(optimizer)) == num_counted():
             counts = None
             logger.warning(
                 "%s has stepped the model twice, and the given optimizers not once meanwhile: only their "
@@ -103,7 +106,7 @@ def warn_of_uncounted_steps(
                 type(optimizer).__name__,
             )
         else:
-            counts[id(optimizer)] = counted()
+            counts[id(optimizer)] = num_counted()
 
     handle = register_optimizer_step_post_hook(look)
     try:
@@ -126,11 +129,11 @@ class LoadedWeights:
         """Notice loads inside this context, and refuse optimizer steps after them."""
         self._checksum = checksum
         with ExitStack() as attached:
-            for part in module.modules():  # any of them may be loaded separately
+            for part in module.modules():  # each may be loaded separately
                 register: Any = part.register_load_state_dict_pre_hook
                 attached.callback(register(_Hook(self._note)).remove)
             for optimizer in optimizers:
-                attached.callback(optimizer.register_step_pre_hook(lambda *_: self.check()).remove)
+                attached.callback(optimizer.register_step_pre_hook(_Hook(self.check)).remove)
             yield
 
     def _note(self) -> None:
@@ -139,7 +142,7 @@ class LoadedWeights:
 
     def have_changed(self) -> bool:
         """Return whether the weights differ from those before loading."""
-        # The user may have loaded other weights for an evaluation, and then the own ones again.
+        # The user may have loaded other weights for an evaluation, and then the model's own again.
         if self._before is not None and self._before == self._checksum():
             self.forget()
         return self._before is not None
@@ -155,7 +158,7 @@ class LoadedWeights:
 
 
 class _Hook:
-    """A module's hook. A copy of the module is in no context, so its copied hook does nothing."""
+    """A hook that ignores its arguments. A copied module is in no context, so its hooks do nothing."""
 
     def __init__(self, note: Callable[[], Any] = bool) -> None:
         self._note = note
@@ -177,9 +180,9 @@ def warn_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
         averages = torch.is_grad_enabled() and ddp.require_backward_grad_sync and not comm_hooks(ddp)
         if warned or not averages or not isinstance(transport, ProcessGroupTransport) or transport.rank:
             return
-        # Over fewer processes, such as those of a machine, both have a use.
-        members, theirs = map(dist.get_process_group_ranks, (transport.group, ddp.process_group))
-        if {*members} <= {*theirs}:
+        # DDP over fewer processes, such as those of a machine, leaves LocalSGD something to average.
+        members, ddp_members = map(dist.get_process_group_ranks, (transport.group, ddp.process_group))
+        if {*members} <= {*ddp_members}:
             warned.append(ddp)
             logger.warning(
                 "DDP averages the gradients of this model in every step, so LocalSGD saves nothing: pass "

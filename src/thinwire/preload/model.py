@@ -32,8 +32,9 @@ from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import default_store, forget_hooks_in, not_compiled, remove_forward_pre_hooks
 from thinwire.version import __version__
 
-STORE_SECONDS = 30.0  # how long a process waits for the others to confirm that they were started the same
-PASS_SECONDS = 1800.0  # and that they have reached their first pass: as long as a message may take
+# How long a process waits for the others to answer.
+STORE_SECONDS = 30.0  # that they were started the same
+PASS_SECONDS = 1800.0  # that they have reached their first pass: as long as a message may take
 BY_ITSELF = "the script attaches by itself"
 
 _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processes
@@ -217,7 +218,7 @@ class _Run:
         engine_of(self._sync).reporter.observers.append(self._after_step)
         _runs.add(self)
         _of_thread.runs.add(self)
-        # For processes that multiprocessing forks: they end without atexit's functions.
+        # Processes that multiprocessing forks end without running atexit's functions.
         Finalize(None, _end_runs, exitpriority=0)
         if self._folder is None:
             if self._is_first and self._sync.algorithm.remembers:
@@ -313,7 +314,7 @@ def _log_to_stderr() -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        # axolotl has loggers made after its own hide what is no warning; this one tells the first line.
+        # axolotl makes new loggers hide all but warnings, and this one logs the first line.
         logging.getLogger(log_start.__module__).filters.clear()
 
 

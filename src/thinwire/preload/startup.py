@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MODULE = "torch.nn.parallel.distributed"
-BUILT = "THINWIRE_ATTACH_BUILT"  # set for the processes that one with a DDP model starts
+BUILT = "THINWIRE_ATTACH_BUILT"  # set once this process, or one that started it, has built a DDP model
 
 
 class DDPFinder:
@@ -70,7 +70,7 @@ def end_process() -> None:
     model = sys.modules.get("thinwire.preload.model")
     if model is None:
         trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_made_an_optimizer()
-        # Helpers of a rank, such as spawned data workers, have its RANK; a script may attach by itself.
+        # Processes that a rank spawns, such as data workers, inherit its RANK. A script may attach by itself.
         if BUILT in os.environ or not trains or "thinwire.sync" in sys.modules:
             return
         print(
@@ -84,7 +84,7 @@ def end_process() -> None:
     if is_strict and (model is None or not model.has_attached.is_set()):
         sys.stdout.flush()
         sys.stderr.flush()
-        # An exception would not change the exit code so late.
+        # An exception at exit would not change the exit code.
         os._exit(1)
 
 
@@ -98,5 +98,5 @@ def has_made_an_optimizer() -> bool:
 
 
 sys.meta_path.insert(0, DDPFinder())
-# Now, so that it runs after all that the script registers.
+# Registered first, so that it runs last, after the functions that the script registers.
 atexit.register(end_process)

@@ -321,7 +321,7 @@ class Round:
 
     def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
-        self._asking: list[Task] = []  # without those that have reached their commit: they may end earlier
+        self._asking: list[Task] = []  # tasks at a commit are left out: they may end before this is answered
         kinds: dict[str, tuple[list[CollectiveRequest], list[torch.Tensor]]] = {}
         for task in tasks:
             if isinstance(task.request, Commit):

@@ -198,7 +198,7 @@ class FSDPAdapter:
             for piece in self._pieces
         ]
         # After FSDP2's own hook, which comes first and may have just taken new parameters.
-        check = torch_private.not_compiled(lambda root, _: self.check_before_forward(root))
+        check = torch_private.closure_not_compiled(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
         refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
 

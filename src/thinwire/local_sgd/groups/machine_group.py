@@ -153,7 +153,7 @@ def described_together(own: Description, group: Group) -> Description:
     for rank, data in enumerate(everyone):
         of_one = json.loads(data).items()
         described |= {
-            f"{key} (on its process {rank})": said for key, said in of_one if described.get(key) != said
+            f"{key} (on its process {rank})": text for key, text in of_one if described.get(key) != text
         }
     return described
 
