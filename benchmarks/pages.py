@@ -10,6 +10,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -59,21 +60,29 @@ def page(title: str, *sections: str) -> str:
 
 
 def save(text: str, *name_parts: str | None) -> Path:
-    """Write a result page of today, named by the parts that are not None; returns where."""
+    """Write a result page of this run, named by the parts that are not None; returns where."""
     path = result_path("md", *name_parts)
     path.write_text(text, encoding="utf-8")
     return path.relative_to(ROOT)
 
 
 def save_json(value: object, *name_parts: str | None) -> None:
-    """Write today's single measurements, for other scripts to read."""
+    """Write this run's single measurements, for other scripts to read."""
     result_path("json", *name_parts).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def result_path(suffix: str, *name_parts: str | None) -> Path:
-    """Where a result of today goes."""
+    """Where a result of this run goes."""
+    return RESULTS_FOLDER / f"{_new_stem(*name_parts)}.{suffix}"
+
+
+@cache
+def _new_stem(*name_parts: str | None) -> str:
+    """Today's first name that no other run's results have, the same for all files of this run."""
     parts = [str(datetime.date.today()), *(part for part in name_parts if part is not None)]
-    return RESULTS_FOLDER / f"{'-'.join(parts)}.{suffix}"
+    stem = "-".join(parts)
+    names = (stem, *(f"{stem}-run-{number}" for number in range(2, 100)))
+    return next(name for name in names if not any(RESULTS_FOLDER.glob(f"{name}.*")))
 
 
 def cpu_model() -> str:

@@ -83,7 +83,7 @@ def gap_against_bytes(gaps: Mapping[str, tuple[float, float, float]], path: Path
 
 
 def save_figure(figure: Figure, *name_parts: str | None) -> list[str]:
-    """Write a figure of today in both formats; their names within the folder of results."""
+    """Write a figure of this run in both formats; their names within the folder of results."""
     paths: list[Path] = [result_path(suffix, *name_parts) for suffix in ("png", "svg")]
     _write(figure, paths)
     return [path.name for path in paths]

@@ -58,8 +58,8 @@ class ResultPage:
 
     @property
     def name(self) -> str:
-        """What was measured, without the date."""
-        return self.path.stem[11:]
+        """What was measured, without the date and the number of the run on that day."""
+        return re.sub(r"-run-\d+$", "", self.path.stem[11:])
 
     @property
     def title(self) -> str:
@@ -86,9 +86,8 @@ class ResultPage:
 
 def latest(kind: str) -> list[ResultPage]:
     """Return the pages of a kind, the last one of each name."""
-    pages = {
-        page.name: page for page in map(ResultPage, sorted(RESULTS_FOLDER.glob(f"????-??-??-{kind}.md")))
-    }
+    paths = RESULTS_FOLDER.glob(f"????-??-??-{kind}.md")
+    pages = {page.name: page for page in map(ResultPage, sorted(paths, key=lambda path: path.stem))}
     return [pages[name] for name in sorted(pages) if name not in LEFT_OUT]
 
 

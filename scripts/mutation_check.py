@@ -97,7 +97,7 @@ FAULTS = [
     Fault("weights: samples of an empty process count", "            if not has_samples:\n                bucket.flat.zero_()\n", "", "adapters/test_weights.py adapters"),
     Fault("local SGD: averaged a step late", "return steps >= self._turn_ends(turn + 1)", "return steps > self._turn_ends(turn + 1)", LOCAL),
     Fault("local SGD: another fragment's turn", "[self.fragments[(self.turns + turns_ahead) % len(self.fragments)]]", "[self.fragments[self.turns % len(self.fragments)]]", LOCAL + " elastic"),
-    Fault("local SGD: an uneven scale is dropped", "flat.mul_(scale)\n        self._sent", "pass\n        self._sent", LOCAL),
+    Fault("local SGD: an uneven scale is dropped", "flat.mul_(terms.scale)\n        self._sent", "pass\n        self._sent", LOCAL),
     Fault("local SGD: overflow is averaged", "if not committed or not are_finite(self.changes, together):", "if not committed:", LOCAL),
     Fault("local SGD: the outer step is skipped", "fragment.apply(means, None if is_exact else model.outer, weight)", "fragment.apply(means, None, weight)", LOCAL),
     Fault("local SGD: work is counted twice", "fragment.work -= fragment.sent_work", "pass", LOCAL + " elastic", first="work"),

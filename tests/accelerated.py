@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
@@ -16,19 +17,12 @@ from training import told_by_all
 @contextmanager
 def several_processes() -> Iterator[None]:
     """What a launcher tells Accelerate; it takes over the group of the pool."""
-    told = {
-        "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
-        "OMP_NUM_THREADS": "1",
-    }
-    os.environ.update(told)
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     try:
-        yield
+        with patch.dict(os.environ, {**variables, "OMP_NUM_THREADS": "1"}):
+            yield
     finally:
-        for name in told:
-            del os.environ[name]
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 

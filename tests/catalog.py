@@ -37,12 +37,12 @@ class Entry:
     def __str__(self) -> str:
         """Name and settings that are not the default."""
         settings = fields(self.algorithm)  # type: ignore[arg-type]
-        told = [
+        shown = [
             f"{setting.name}={value}"
             for setting in settings
             if (value := getattr(self.algorithm, setting.name)) != setting.default
         ]
-        return f"{type(self.algorithm).__name__}({', '.join(told)})"
+        return f"{type(self.algorithm).__name__}({', '.join(shown)})"
 
 
 ENTRIES = [
@@ -75,10 +75,9 @@ ENTRIES = [
     Entry(
         Quantize(bits=2, rounding="stochastic", error_feedback=True), feedback=True, same_in_any_buckets=False
     ),
-    Entry(
-        AroundTrend(), feedback=True, same_in_any_buckets=False
-    ),  # not Thinwire's: nothing of Thinwire knows it
-    Entry(InTurn(), feedback=True),  # the one of docs/own-algorithm.md
+    # Not Thinwire's: nothing of Thinwire knows them. The last one is that of docs/own-algorithm.md.
+    Entry(AroundTrend(), feedback=True, same_in_any_buckets=False),
+    Entry(InTurn(), feedback=True),
 ]
 
 

@@ -17,13 +17,12 @@ import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from processes import Process, context, end, enter, finish, print_stacks, process
+from processes import Process, context, end, enter, finish, print_stacks, process, redirect
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_PACKAGE = str(Path(__file__).with_name("without_package.py"))
@@ -103,20 +102,17 @@ def run_all(
         ]
 
 
-def listening_on(process_id: int) -> set[IPv4Address | IPv6Address]:
-    """Return the addresses that a process listens on, as Linux tells."""
+def listening_on(process_id: int) -> set[str]:
+    """Return the addresses that a process listens on, as Linux writes them: 127.0.0.1 is 0100007F."""
     links = Path(f"/proc/{process_id}/fd").iterdir()
     own = {os.readlink(link) for link in links if link.is_symlink()}
-    found = set[IPv4Address | IPv6Address]()
+    found = set[str]()
     for name in ("tcp", "tcp6"):
         table = Path(f"/proc/{process_id}/net/{name}")
         for line in table.read_text().splitlines()[1:] if table.exists() else []:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and f"socket:[{inode}]" in own:
-                words = bytes.fromhex(local.partition(":")[0])  # of four bytes, as the machine has them
-                parts = [words[i : i + 4] for i in range(0, len(words), 4)]
-                packed = b"".join(part[::-1] if sys.byteorder == "little" else part for part in parts)
-                found.add(ip_address(packed))
+                found.add(local.partition(":")[0])
     return found
 
 
@@ -188,14 +184,8 @@ def become(
     """Be `python script …`, `python -m package …` or `python -u -c code`; return the exit status."""
     os.environ.update(environment)
     os.chdir(cwd)
-    for number, to in ((1, out), (2, err)):
-        if isinstance(to, Connection):
-            os.dup2(to.fileno(), number)
-            to.close()
-        else:
-            opened = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(opened, number)
-            os.close(opened)
+    redirect(1, out)
+    redirect(2, err)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     name, sys.argv, code = command[0], command, 0
     try:

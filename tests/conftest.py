@@ -6,17 +6,21 @@ import faulthandler
 import gc
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from multiprocessing.util import Finalize
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 import processes
 from commands import stand_ins
-from processes import Spawn
+from processes import Spawn, Typed
 
 # Of tests, beyond what preloaded.py imports.
 PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
@@ -35,11 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_stderr] = os.dup(2)  # the terminal's, while a test's is captured
     worker, workers = getattr(config, "workerinput", None), config.getoption("tx", None)
+    if worker is None:
+        _put_temporary_files_in_one_folder()
     if workers and worker is None:
         processes.modules += PACKAGES
         launch = [sys.executable, "-S", *_until_the_end.enter_context(stand_ins())]
         config.option.tx = [f"popen//python={shlex.join(launch)}" for _ in workers]
         return
+    gc.disable()  # until all tests are collected: imports leave no garbage
     import torch  # noqa: PLC0415 - here, for the process that hands out tests needs no torch
 
     # Simulated workers make many small tensors: a second thread costs more than it brings.
@@ -50,6 +57,18 @@ def pytest_configure(config: pytest.Config) -> None:
         cores = sorted(os.sched_getaffinity(0))
         number = int(worker["workerid"].removeprefix("gw"))
         os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
+def _put_temporary_files_in_one_folder() -> None:
+    """Remove at the end what killed processes, torchrun and others leave."""
+    # As at Ctrl-C: by default SIGTERM, which `timeout` sends, would end this process before it removes them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    usual = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # tmp_path stays, to look into after a failure
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(usual, f"torchinductor-{os.getuid()}"))
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="thinwire-tests-")
+    # Last of all that multiprocessing ends, at -100 a folder in this one.
+    Finalize(None, shutil.rmtree, (tempfile.tempdir,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_unconfigure() -> None:
@@ -69,6 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         {each.module.__name__ for each in functions if each.path.parent.name != "gpu"}
     )
     gc.freeze()  # all that is imported: collections need not look at it again and again
+    gc.enable()
     gc.set_threshold(20_000)  # tests make few cycles, and their rows and lists are soon gone
 
 
@@ -92,6 +112,22 @@ def spawn() -> Iterator[Spawn]:
     spawn = Spawn()
     yield spawn
     spawn.close()
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Run `thinwire …` in this process: `typed("report", path)` tells how it ended, and what it printed."""
+    from thinwire.cli import main  # noqa: PLC0415 - as torch above
+
+    def run(*arguments: object) -> CompletedProcess[str]:
+        monkeypatch.delenv("RANK", raising=False)
+        monkeypatch.setattr(sys, "argv", ["thinwire", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return CompletedProcess(sys.argv, ended.value.code, printed.out, printed.err)  # type: ignore[arg-type]
+
+    return run
 
 
 @pytest.fixture

@@ -48,6 +48,26 @@ def assigned(inside: Iterable[ast.AST], name: str) -> list[ast.expr]:
     return found
 
 
+def before(function: ast.AST, use: ast.expr) -> Iterator[ast.stmt]:
+    """Yield the statements that may run before one with `use`, nearest first, without loops."""
+    for field in ("body", "orelse", "handlers", "finalbody"):
+        block = getattr(function, field, [])
+        for index, statement in enumerate(block if isinstance(block, list) else []):
+            if use in ast.walk(statement):
+                yield from before(statement, use)
+                yield from reversed(block[:index])
+
+
+def reaching(function: ast.AST, use: ast.Name) -> list[ast.expr]:
+    """What a name may have been given where it is used: nothing that another assignment replaces."""
+    found: list[ast.expr] = []
+    for statement in before(function, use):
+        found += assigned(ast.walk(statement), use.id)
+        if isinstance(statement, ast.Assign) and assigned([statement], use.id):
+            break
+    return found or assigned(ast.walk(function), use.id)
+
+
 CONSTANTS = [node for tree in TREES for node in tree.body]
 
 
@@ -65,8 +85,8 @@ def messages(node: ast.expr | None, inside: ast.AST) -> set[str]:
             found = joined([left, right], inside)
         case ast.IfExp(body=body, orelse=orelse):
             found = messages(body, inside) | messages(orelse, inside)
-        case ast.Name(id=name):
-            given = assigned(ast.walk(inside), name) or assigned(CONSTANTS, name)
+        case ast.Name(id=name) as use:
+            given = reaching(inside, use) or assigned(CONSTANTS, name)
             found = set().union(*(messages(value, ast.Pass()) for value in given))
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in FUNCTIONS.keys() - {
             *dir(str),
@@ -90,14 +110,14 @@ def raised() -> Iterator[tuple[str, str]]:
     for function in (node for node in NODES if isinstance(node, ast.FunctionDef)):
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS:
-                for said in messages(call.args[0] if call.args else None, function):
-                    yield call.func.id, re.sub(r"(…\W{0,2})+…", UNKNOWN, " ".join(said.split()))
+                for message in messages(call.args[0] if call.args else None, function):
+                    yield call.func.id, re.sub(r"(…\W{0,2})+…", UNKNOWN, " ".join(message.split()))
 
 
 def table() -> str:
     rows = sorted({pair for pair in raised() if len(re.findall(r"\w+", pair[1])) > 2})
-    escaped = [(error, re.sub(r"([|*<\[\\])", r"\\\1", said)) for error, said in rows]
-    return "".join(f"| {error} | {said} |\n" for error, said in escaped)
+    escaped = [(error, re.sub(r"([|*<\[\\])", r"\\\1", message)) for error, message in rows]
+    return "".join(f"| {error} | {message} |\n" for error, message in escaped)
 
 
 def page() -> str:

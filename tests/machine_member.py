@@ -77,9 +77,9 @@ def main(path: str, settings: dict[str, Any]) -> None:
     member += settings.pop("first_member", 0)
     settings |= settings.pop("of_member", {}).get(str(member), {})
 
-    def tell(**said: Any) -> None:
+    def tell(**event: Any) -> None:
         who = {"pid": os.getpid(), "member": member, "rank": rank, "time": time.time()}
-        out.write(json.dumps({**who, **said}) + "\n")
+        out.write(json.dumps({**who, **event}) + "\n")
 
     try:
         train(tell, member, rank, **settings)
@@ -139,9 +139,9 @@ def train(
             if local.steps == saves_at:
                 checkpoint.save(local.state_dict(), file)
             if local.steps % EVERY_STEPS == 0:
-                told = vars(local.membership()) | {"loss": loss.item(), "processes": dist.get_world_size()}
-                told["ratio"] = local.sync.stats().compression_ratio
-                tell(event="averaged", step=local.steps, checksum=held_checksum(local.module), **told)
+                numbers = vars(local.membership()) | {"processes": dist.get_world_size()}
+                numbers["ratio"] = local.sync.stats().compression_ratio
+                tell(event="averaged", step=local.steps, checksum=held_checksum(local.module), **numbers)
     tell(event="left" if local.steps < steps else "done", **vars(local.membership()))
     dist.destroy_process_group()
 

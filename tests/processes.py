@@ -10,6 +10,7 @@ and in commands.py:
     run_python("script.py", …)       run `python script.py …`, `python -m package …` or `python -u -c code`
     run_job("script.py", …)          the same as the ranks of a job; `started_python`: while it runs
     stand_ins()                      what a launcher is to start (torchrun, `thinwire run`, the lab, xdist)
+    typed("report", …)               fixture: `thinwire report …` in the test's own process
 
 Nothing here starts Python: one server has imported torch, the frameworks and the compiled kernels, and forks
 every process in milliseconds. Each ends when the process that asked for it ends, however that happens.
@@ -38,6 +39,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -49,7 +51,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import update_wrapper
 from importlib import import_module
-from multiprocessing import connection, forkserver, reduction, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -57,6 +59,9 @@ from unittest.mock import patch
 
 Process: TypeAlias = Any
 """Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
+
+Typed: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+"""Of the fixture `typed`."""
 
 # The server imports these; conftest.py adds what this run needs.
 modules = ["end_if_alone", "preloaded"]
@@ -84,20 +89,20 @@ def context() -> Any:
 
 def process(body: Callable[..., object], *args: Any, namespaces: Sequence[str] = ()) -> Process:
     """Return a process, not started, that runs `body(*args)` within Linux's namespaces of these files."""
-    started_with = (_Outputs(), dict(os.environ), namespaces, body, args)
+    # Its output is this process's: pytest shows both with the test.
+    outputs = [Connection(os.dup(number)) for number in (1, 2)]
+    started_with = (outputs, dict(os.environ), namespaces, body, args)
     return context().Process(target=_begin, args=started_with, daemon=True)
 
 
-class _Outputs:
-    """This process's output and errors, which a new process takes: pytest shows both with the test."""
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return _take_outputs, (reduction.DupFd(1), reduction.DupFd(2))
-
-
-def _take_outputs(*outputs: Any) -> None:
-    for number, output in enumerate(outputs, 1):
-        os.dup2(opened := output.detach(), number)
+def redirect(number: int, to: Connection | str | Path) -> None:
+    """Let a file descriptor, such as 1 for the output, be that of a connection or of a file."""
+    if isinstance(to, Connection):
+        os.dup2(to.fileno(), number)
+        to.close()
+    else:
+        opened = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
         os.close(opened)
 
 
@@ -109,7 +114,7 @@ def enter(path: str) -> None:
 
 
 def _begin(
-    _: None,
+    outputs: list[Connection],
     environment: dict[str, str],
     namespaces: Sequence[str],
     body: Callable[..., object],
@@ -117,6 +122,9 @@ def _begin(
 ) -> None:
     # The server's modules are no garbage: to look at a million objects would copy their pages.
     gc.freeze()
+    gc.enable()
+    for number, output in enumerate(outputs, 1):
+        redirect(number, output)
     for path in namespaces:
         enter(path)
     os.environ.clear()
@@ -309,6 +317,14 @@ def _run_body(module: str, name: str, fixtures: dict[str, Any]) -> None:
     inspect.unwrap(getattr(import_module(module), name))(**fixtures)
 
 
+def wait_for(happened: Callable[[], bool]) -> None:
+    """Wait until something has happened, for a minute at most."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.02)
+
+
 def end(running: Sequence[Process]) -> None:
     for each in running:
         each.kill()
@@ -374,19 +390,19 @@ def run_fresh(
         settings = [Setting(rank, processes, timeout_seconds, f"{folder}/store") for rank in range(processes)]
         running = [process(_answer, body, *given, args) for given in zip(settings, results, strict=True)]
         hung = finish(running, limit_seconds)
-        told = [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
-    assert not hung, f"processes {hung} did not end; told: {told}"
-    return [Ended(value, each.exitcode) for value, each in zip(told, running, strict=True)]
+        returned = [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
+    assert not hung, f"processes {hung} did not end; returned: {returned}"
+    return [Ended(value, each.exitcode) for value, each in zip(returned, running, strict=True)]
 
 
 def _answer(body: Callable[..., Any], setting: Setting, result: Path, args: tuple[Any, ...]) -> None:
     os.chdir(tempfile.gettempdir())
-    told = None
+    returned = None
     try:
-        told = body(setting, *args)
+        returned = body(setting, *args)
     except BaseException:
-        told = f"the body failed: {traceback.format_exc()}"
+        returned = f"the body failed: {traceback.format_exc()}"
         raise
     finally:
-        result.with_suffix(".part").write_bytes(pickle.dumps(told))
+        result.with_suffix(".part").write_bytes(pickle.dumps(returned))
         result.with_suffix(".part").rename(result)

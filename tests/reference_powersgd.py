@@ -5,45 +5,37 @@ Independent of Thinwire: plain loops, one matrix at a time, QR for orthogonalisa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
 
+@dataclass
 class ReferencePowerSGD:
     """All workers of a group at once.
 
-    Args:
-        shapes: Of the parameters.
-        matrix_rank: r.
-        iterations: Rounds a step.
-        least_rate: A matrix is compressed if its elements are more than this times what it is counted to
-            send: by the sizes of the parameter's own shape, of which a convolution has four.
-        start_after: Steps that average whole gradients.
-        bases: The left basis to start from, by parameter, (rows, r).
+    A matrix is compressed if its elements are more than `least_rate` times what it is counted to send: by the
+    sizes of the parameter's own shape, of which a convolution has four. The first `start_after` steps average
+    whole gradients. `factors` begin as left bases, (rows, r), by parameter.
     """
 
-    def __init__(
-        self,
-        shapes: list[tuple[int, ...]],
-        matrix_rank: int,
-        iterations: int,
-        least_rate: float,
-        start_after: int,
-        bases: dict[int, Array],
-    ) -> None:
-        self.shapes, self.iterations, self.start_after = shapes, iterations, start_after
-        self.compressed = [self._is_compressed(shape, matrix_rank, least_rate) for shape in shapes]
-        self.factors = dict(bases)
-        self.rounds = 0
-        self.steps = 0
+    shapes: list[tuple[int, ...]]
+    matrix_rank: int
+    iterations: int
+    least_rate: float
+    start_after: int
+    factors: dict[int, Array]
+    rounds: int = 0
+    steps: int = 0
 
-    def _is_compressed(self, shape: tuple[int, ...], matrix_rank: int, least_rate: float) -> bool:
+    def is_compressed(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2:
             return False
-        counted = 0.5 * self.iterations * min(matrix_rank, *shape) * sum(shape)
-        return float(np.prod(shape)) / counted > least_rate
+        counted = 0.5 * self.iterations * min(self.matrix_rank, *shape) * sum(shape)
+        return float(np.prod(shape)) / counted > self.least_rate
 
     def step(self, gradients: list[list[Array]]) -> list[Array]:
         """Gradients (with error) by worker and parameter, left with the new error; returns the means."""
@@ -51,7 +43,7 @@ class ReferencePowerSGD:
         means = []
         for index, shape in enumerate(self.shapes):
             of_workers = [worker[index] for worker in gradients]
-            if self.compressed[index] and self.steps > self.start_after:
+            if self.is_compressed(shape) and self.steps > self.start_after:
                 means.append(self._low_rank(index, shape, of_workers))
             else:
                 means.append(np.mean(of_workers, axis=0))

@@ -16,9 +16,9 @@ import sys
 if __name__ == "__main__":
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
-        told = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
-        socket.send_fds(connection, [len(told).to_bytes(4, "little")], [0, 1, 2])
-        connection.sendall(told)
+        request = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
+        socket.send_fds(connection, [len(request).to_bytes(4, "little")], [0, 1, 2])
+        connection.sendall(request)
         signal.signal(signal.SIGUSR1, lambda *_: connection.send(b"?"))
         code = connection.recv(1)
     os._exit(code[0] if code else 1)

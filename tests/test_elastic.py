@@ -93,10 +93,10 @@ def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path
 
 def assert_went_on(output: str) -> None:
     """Four processes up to the loss, then two, from a checkpoint; repeated steps have the same loss."""
-    told = [(int(s), int(p), int(size), float(loss)) for s, p, size, loss in STEP.findall(output)]
-    of_four = {(step, process): loss for step, process, size, loss in told if size == 4}
-    of_two = {(step, process): loss for step, process, size, loss in told if size == 2}
-    assert {size for _, _, size, _ in told} == {2, 4}
+    printed = [(int(s), int(p), int(size), float(loss)) for s, p, size, loss in STEP.findall(output)]
+    of_four = {(step, process): loss for step, process, size, loss in printed if size == 4}
+    of_two = {(step, process): loss for step, process, size, loss in printed if size == 2}
+    assert {size for _, _, size, _ in printed} == {2, 4}
     lost_at, resumed_at = max(step for step, _ in of_four), min(step for step, _ in of_two)
     assert lost_at == LOST_AT
     assert resumed_at % SAVE_EVERY == 0

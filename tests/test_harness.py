@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from commands import become, run_python, stand_ins, started_python
-from processes import Spawn, WorkerFailed, end, print_stacks, process, processes_of
+from processes import Spawn, WorkerFailed, end, print_stacks, process, processes_of, wait_for
 from test_elastic import is_running
 
 HERE = Path(__file__).parent
@@ -129,13 +128,6 @@ def test_what_a_launcher_has_started_shows_its_stacks_and_ends(tmp_path: Path) -
             end([started])
     assert len(running) == 3
     wait_for(lambda: not any(map(is_running, running)))
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("text", [WAITING, IMPORTING], ids=["waiting", "importing"])

@@ -17,37 +17,38 @@ from typing import Any
 import pytest
 
 from commands import run_python, stand_ins, started_python
+from processes import wait_for
 from thinwire import ConfigError, launch
 from thinwire.cli.common import run_here
 from thinwire.elastic_job import ElasticJob
 from thinwire.launch import Job, LocalJob, end_signals, ending_with_this, python_module
 
-WITHIN_SECONDS = 60.0
-
 # Every start leaves a file of its number: its process, and some of its environment; then they part.
 PARTING = """
 import os, pathlib, signal, sys, time
 folder, number, *names = pathlib.Path(sys.argv[1]), os.environ[sys.argv[2]], *sys.argv[3:]
-rank, starts = int(number), len(list(folder.glob(f"told-{number}-*")))
-told = " ".join(os.environ[name] for name in names)
-(folder / f"part-{number}").write_text(f"{os.getpid()} {told}")
-os.replace(folder / f"part-{number}", folder / f"told-{number}-{starts}")
+rank, starts = int(number), len(list(folder.glob(f"started-{number}-*")))
+values = " ".join(os.environ[name] for name in names)
+(folder / f"part-{number}").write_text(f"{os.getpid()} {values}")
+os.replace(folder / f"part-{number}", folder / f"started-{number}-{starts}")
 """
 LOCAL = ["RANK", "THINWIRE_STORE", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"]
 ELASTIC = ["THINWIRE_MEMBER", "TORCHFT_LIGHTHOUSE", "THINWIRE_MIN_MEMBERS", "THINWIRE_HOSTNAME"]
 SLEEP = "time.sleep(60)"
 ALL_HERE = """
-while len(list(folder.glob("told-*"))) < 3:
+while len(list(folder.glob("started-*"))) < 3:
     time.sleep(0.01)
 """
 
 
-def told(folder: Path) -> dict[str, list[str]]:
-    return {path.name.removeprefix("told-"): path.read_text().split() for path in folder.glob("told-*")}
+def started(folder: Path) -> dict[str, list[str]]:
+    """Return the process and the environment of every start, by the number of the process and its start."""
+    files = folder.glob("started-*")
+    return {path.name.removeprefix("started-"): path.read_text().split() for path in files}
 
 
-def assert_all_have_ended(folder: Path) -> None:
-    assert not any(Path(f"/proc/{process_id}").exists() for process_id, *_ in told(folder).values())
+def alive(folder: Path) -> list[str]:
+    return [process for process, *_ in started(folder).values() if Path(f"/proc/{process}").exists()]
 
 
 def ran(rest: str, folder: Path, first: str = "", **attributes: object) -> LocalJob:
@@ -56,7 +57,7 @@ def ran(rest: str, folder: Path, first: str = "", **attributes: object) -> Local
     job = LocalJob([sys.executable, "-S", "-c", code, str(folder), *LOCAL], 3)
     vars(job).update(attributes)
     job.run()
-    assert_all_have_ended(folder)
+    assert not alive(folder)
     return job
 
 
@@ -66,7 +67,7 @@ def ran_members(rest: str, folder: Path, members: int = 2, **options: Any) -> El
     options = {"min_members": 2, "end_within_seconds": 10.0, "out": sys.stdout.buffer, **options}
     job = ElasticJob(command, members, **options)
     job.run()
-    assert_all_have_ended(folder)
+    assert not alive(folder)
     return job
 
 
@@ -92,7 +93,7 @@ def test_all_end_well_and_nobody_else_can_open_what_they_meet_by(tmp_path: Path)
         job = ran(look, tmp_path, _errors=errors)
     assert (tmp_path / "errors").read_text().split() == [str(0o700)] * 3
     assert (job.failure, job.exit_code) == (None, 0)
-    for _, store, size, interface in told(tmp_path).values():
+    for _, store, size, interface in started(tmp_path).values():
         assert (size, interface) == ("3", launch.loopback_interface())
         assert not Path(store).parent.exists()
 
@@ -116,8 +117,7 @@ def test_who_does_not_listen_is_killed(tmp_path: Path, is_urgent: bool) -> None:
     if is_urgent:
 
         def press() -> None:
-            while len(list(tmp_path.glob("told-*"))) < 3:
-                time.sleep(0.01)
+            wait_for(lambda: len(started(tmp_path)) == 3)
             for _ in range(2):
                 time.sleep(0.3)
                 signal.raise_signal(signal.SIGTERM)
@@ -151,7 +151,7 @@ def test_a_launcher_that_is_killed_outright_takes_its_processes_along() -> None:
         # Ends when nobody has it open, its processes neither.
         output = Thread(target=launcher.stdout.read, daemon=True)
         output.start()
-        output.join(WITHIN_SECONDS)
+        output.join(60)
         assert not output.is_alive()
 
 
@@ -208,18 +208,18 @@ def free_port() -> int:
 
 @elastic
 def test_who_dies_is_started_again_and_all_end_well(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     die = """
 if number == "1" and not starts: os.kill(os.getpid(), signal.SIGKILL)
-while number == "0" and not (folder / "told-1-1").exists():
+while number == "0" and not (folder / "started-1-1").exists():
     time.sleep(0.01)
 """
-    assert ran_members(die, tmp_path, say=said.append).exit_code == 0
-    of_each = told(tmp_path)
+    assert ran_members(die, tmp_path, say=lines.append).exit_code == 0
+    of_each = started(tmp_path)
     assert sorted(of_each) == ["0-0", "1-0", "1-1"]
     address = of_each["0-0"][1]
     assert [rest for _, *rest in of_each.values()] == [[address, "2", "127.0.0.1"]] * 3
-    assert said == [
+    assert lines == [
         f"lighthouse {address}; averagings need 2 members, 2 start here",
         "member 1 was ended by signal 9; started again (1 of 3 restarts)",
     ]
@@ -250,22 +250,17 @@ while not (folder / "done").exists():
     with started_python(
         "thinwire", "run", "--min", "2", "--port", str(free_port()), str(script), str(tmp_path), *ELASTIC
     ) as command:
-        deadline = time.monotonic() + WITHIN_SECONDS
-        while not all(map(os.path.islink, ports)):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        of_each = told(tmp_path)
+        wait_for(lambda: all(map(os.path.islink, ports)))
+        of_each = started(tmp_path)
         assert len(of_each) == 2
         if how == "done":
             (tmp_path / "done").touch()
         else:
             os.kill(command.pid, signal.Signals[how])
-        assert command.wait(WITHIN_SECONDS) == exit_code
-        if how == "SIGKILL":  # nobody asks them to end, or can
-            while any(Path(f"/proc/{process_id}").exists() for process_id, *_ in of_each.values()):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-    assert_all_have_ended(tmp_path)
+        assert command.wait() == exit_code
+        # Of a command that was killed nobody asks them to end.
+        wait_for(lambda: how != "SIGKILL" or not alive(tmp_path))
+    assert not alive(tmp_path)
     for port in (of_each["0-0"][1].rpartition(":")[2], *map(os.readlink, ports)):
         assert_free(port)
 
@@ -298,15 +293,15 @@ def test_an_ordinary_script_is_told_what_to_type(
 
 @elastic
 def test_too_few_that_are_left_are_asked_to_leave(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     die = """
-while not (folder / "told-0-0").exists():
+while not (folder / "started-0-0").exists():
     time.sleep(0.01)
 sys.exit(3) if number == "1" else time.sleep(60)
 """
-    assert ran_members(die, tmp_path, max_restarts=1, say=said.append).exit_code == 3
-    assert said[2:] == ["member 1 ended with exit code 3; not started again"]
-    assert sorted(told(tmp_path)) == ["0-0", "1-0", "1-1"]
+    assert ran_members(die, tmp_path, max_restarts=1, say=lines.append).exit_code == 3
+    assert lines[2:] == ["member 1 ended with exit code 3; not started again"]
+    assert sorted(started(tmp_path)) == ["0-0", "1-0", "1-1"]
 
 
 @elastic
@@ -319,14 +314,14 @@ def test_one_that_came_too_late_is_asked_to_leave(tmp_path: Path) -> None:
 @elastic
 def test_the_last_one_is_not_started_again_when_training_is_over(tmp_path: Path) -> None:
     die = """
-while number == "1" and not (folder / "told-0-0").exists():
+while number == "1" and not (folder / "started-0-0").exists():
     time.sleep(0.01)
 sys.exit(3 if number == "1" else 0)
 """
     job = ran_members(die, tmp_path, min_members=1)
     job.processes[1].send(signal.SIGKILL)  # nothing, since it has ended
     assert job.exit_code == 0
-    assert sorted(told(tmp_path)) == ["0-0", "1-0"]
+    assert sorted(started(tmp_path)) == ["0-0", "1-0"]
 
 
 @elastic
@@ -349,7 +344,7 @@ def test_output_that_can_not_be_written_ends_the_job(tmp_path: Path) -> None:
 def test_at_a_given_lighthouse_others_may_be_enough(tmp_path: Path) -> None:
     given = {"lighthouse": "http://10.0.0.1:29510", "host": "10.0.0.2"}
     assert ran_members("", tmp_path, members=1, **given).exit_code == 0
-    assert told(tmp_path)["0-0"][1:] == ["http://10.0.0.1:29510", "2", "10.0.0.2"]
+    assert started(tmp_path)["0-0"][1:] == ["http://10.0.0.1:29510", "2", "10.0.0.2"]
 
 
 @elastic

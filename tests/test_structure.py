@@ -130,9 +130,9 @@ def test_a_public_module_lists_what_it_defines_and_the_reference_has_all_of_it(n
     assert {found for found in defined if found[0] != "_"} <= set(exported)
     # With a module that the reference lists, by itself, or by its name at the top.
     of_modules = {shown for entry in LISTED if entry in PUBLIC for shown in listed_in(entry) or []}
-    told = {key for key in exported if {f"{name}.{key}", f"thinwire.{key}"} & set(LISTED)} | of_modules
+    described = {key for key in exported if {f"{name}.{key}", f"thinwire.{key}"} & set(LISTED)} | of_modules
     inner_modules = {module.rpartition(".")[2] for module in MODULES if module.rpartition(".")[0] == name}
-    assert set(exported) - {ELSEWHERE} - inner_modules <= told
+    assert set(exported) - {ELSEWHERE} - inner_modules <= described
 
 
 def test_the_package_shows_its_public_names_and_no_inner_rooms() -> None:
@@ -146,9 +146,9 @@ def test_the_package_shows_its_public_names_and_no_inner_rooms() -> None:
 
 def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() -> None:
     shown = [name for name in dir(thinwire.GradientSync) if not name.startswith("_")]
-    told = re.search(r"^::: thinwire.GradientSync\n    options:\n      members: \[(.*)\]", REFERENCE, re.M)
-    assert told is not None
-    assert told[1].split(", ") == shown
+    members = re.search(r"^::: thinwire.GradientSync\n    options:\n      members: \[(.*)\]", REFERENCE, re.M)
+    assert members is not None
+    assert members[1].split(", ") == shown
 
 
 # In a forked process, which has imported torch and much more: all but torch is forgotten, strangers refused.
@@ -180,14 +180,14 @@ def test_importing_thinwire_imports_only_torch_and_itself(tmp_path: Path) -> Non
     script.write_text(IMPORT)
     done = run_python(str(script))
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["strangers"] == []
-    assert "thinwire.sync.engine" in told["all"]
+    found = json.loads(done.stdout)
+    assert found["strangers"] == []
+    assert "thinwire.sync.engine" in found["all"]
     later = tuple(f"thinwire.{name}" for name in LATER)
-    assert [name for name in told["all"] if name.startswith(later)] == []
+    assert [name for name in found["all"] if name.startswith(later)] == []
     # What the docs name without an import is imported then.
-    assert "function save" in told["named"][0]
-    assert told["named"][-1] == "False"
+    assert "function save" in found["named"][0]
+    assert found["named"][-1] == "False"
 
 
 def test_every_error_is_in_the_tree_and_in_its_picture() -> None:

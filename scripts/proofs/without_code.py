@@ -214,7 +214,7 @@ def main() -> None:
             began = time.monotonic()
             try:
                 told = f"skipped: no {', '.join(missing)}" if missing else proved(proof, folder)
-            except AssertionError as error:
+            except (AssertionError, subprocess.TimeoutExpired) as error:
                 failed.append(proof_name)
                 told = f"FAILED: {error}"
             print(f"{proof_name:13} {time.monotonic() - began:4.0f} s  {told}", flush=True)

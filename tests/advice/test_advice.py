@@ -92,16 +92,16 @@ def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None
     assert [prediction.name for prediction in advice.tied] == ["rank 1", "rank 4"]
     assert advice.best is four
     assert advice.compress
-    told = str(advice)
-    assert told.splitlines()[:3] == [
+    text = str(advice)
+    assert text.splitlines()[:3] == [
         "Do this: use(rank 4)",
         "A step takes 52.0 ms, with 16 bits 100.0 ms, without any averaging 1.0 ms.",
         "It may lose 2.0 %: compare losses.",
     ]
-    assert "as far as can be told: rank 1; rank 4." in told
-    assert "Of these, rank 4 is expected to lose the least; of equal gaps the most bits win." in told
+    assert "as far as can be told: rank 1; rank 4." in text
+    assert "Of these, rank 4 is expected to lose the least; of equal gaps the most bits win." in text
     # Less is better everywhere: half the time is 50, not 2.00.
-    rows = [line.split() for line in told.splitlines()]
+    rows = [line.split() for line in text.splitlines()]
     assert ["computing", "alone", "1.0", "1"] in rows
     assert ["rank", "1", "50.0", "49.0", "–", "51.0", "50"] in [row[:7] for row in rows]
     assert advised(one, predicted("rank 4", 52, 54, 2)).best is one
@@ -131,12 +131,12 @@ def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
     bits, low = predicted("16 bits", 95, 115, 0, 500), predicted("rank 1", 94, 104, 3, 10)
     advice = advice_of(low, careful=(plain, bits), compute_ms=98)
     assert advice.best is plain
-    told = str(advice)
-    assert told.startswith(
+    text = str(advice)
+    assert text.startswith(
         "Do this: leave DDP as it is\nA step takes 100.0 ms, without any averaging 98.0 ms.\n"
     )
-    assert "Nothing more to win: a step takes about as long without any averaging." in told
-    assert "AllReduce(), DDP as it is" in told
+    assert "Nothing more to win: a step takes about as long without any averaging." in text
+    assert "AllReduce(), DDP as it is" in text
     # As large as 16 bits' in a model of bf16: there is no reason to add anything.
     small = replace(plain, sent_bytes=500)
     assert advice_of(low, careful=(small, bits)).best is small

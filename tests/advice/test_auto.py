@@ -16,14 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from advice.ways import way
 from catalog import buckets
 from processes import in_each_process
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
 from thinwire.advice.automatic import Auto, Rules
-from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training, priced
-from thinwire.advice.prediction import Prediction
+from thinwire.advice.losses import Training, priced
 from thinwire.comm import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
@@ -64,14 +62,6 @@ def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not(
     # Without a bound, what is unknown as well: last.
     anything = chooser_for(optimizer, math.inf)
     assert "TopK(density=1 / 32)" in list(anything._candidates)[-6:]
-
-
-def trial(name: str, order: int, ms: float, *, spread: float = 0.0) -> Prediction:
-    loss = EXACT_LOSS if order < 2 else ExpectedLoss("measured", 0.3, 0.1, 0.5)
-    return way(name, ms - spread, ms + spread, loss, is_lossy=order > 1)
-
-
-EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
 
 
 # Members on a link that is given

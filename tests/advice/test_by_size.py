@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from advice.ways import network
-from cli.test_cli import exit_code
+from processes import Typed
 from thinwire import advise
 from thinwire.advice import Advice
 from thinwire.advice.losses import priced
 from thinwire.advice.planned_steps import ARITHMETIC_SECONDS, advise_by_size, stand_in
 from thinwire.launch import group_of_one
 from thinwire.probe.measured_link import MeasuredLink
-
-Capture: TypeAlias = "pytest.CaptureFixture[str]"
 
 # Two blocks of width 64, and an embedding.
 PARAMETERS = 64 * 1881
@@ -85,10 +83,9 @@ def test_small_gradients_are_left_to_ddp() -> None:
     assert advise_by_size(5_000_000, 4.0, MeasuredLink.of_rate(1e9, 2e-4, 2)).adds_nothing
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_the_command(tmp_path: Path, typed: Typed) -> None:
     asked = ["advise", "--parameters=350m", "--compute=0.8s", "--optimizer=adamw", "--steps=20000", "--json"]
-    assert exit_code(monkeypatch, *asked, "--rate=1gbit", "--budget-loss=0.5%") == 0
-    stated = json.loads(capsys.readouterr().out)
+    stated = json.loads(typed(*asked, "--rate=1gbit", "--budget-loss=0.5%").stdout)
     assert stated["best"]["code"] == "thinwire.attach(ddp_model, thinwire.Quantize(bits=4))"
     assert stated["best"]["code"] in stated["lines"]["DDP"]
     assert stated["best"] in stated["tied"]
@@ -97,28 +94,26 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Ca
     assert any("Losses are not measured at this size" in note for note in stated["notes"])
     # A probe of such a link says the same.
     network(1e9, 1e-4).save(tmp_path / "probe.json")
-    assert exit_code(monkeypatch, *asked, f"--probe={tmp_path / 'probe.json'}") == 0
-    probed = json.loads(capsys.readouterr().out)
+    probed = json.loads(typed(*asked, f"--probe={tmp_path / 'probe.json'}").stdout)
     for one, other in zip(stated["predictions"], probed["predictions"], strict=True):
         assert one["sent_bytes"] == other["sent_bytes"]
         assert one["step_seconds"] == pytest.approx(other["step_seconds"], rel=0.01)
 
 
-def test_the_page_has_the_answer(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_the_page_has_the_answer(typed: Typed) -> None:
     page = (Path(__file__).parents[2] / "docs" / "will-it-pay.md").read_text()
     command, printed = page.split("\n```\n")[1:4:2]
-    assert exit_code(monkeypatch, *command.split()[1:]) == 0
-    told = capsys.readouterr().out
-    assert printed.splitlines()[:3] == told.splitlines()[:3]
-    told = re.sub("– +", "– ", told)  # quartiles are one cell
-    table = {cells[0]: cells for cells in (re.split(" {2,}", line) for line in told.splitlines())}
+    answer = typed(*command.split()[1:]).stdout
+    assert printed.splitlines()[:3] == answer.splitlines()[:3]
+    answer = re.sub("– +", "– ", answer)  # quartiles are one cell
+    table = {cells[0]: cells for cells in (re.split(" {2,}", line) for line in answer.splitlines())}
     for line in printed.splitlines()[6:12]:
         name, *shown = re.split(" {2,}", line)
         assert shown == [table[name][column] for column in (1, 3, 4, 6)]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--rate=1gbit --compute=2", "up to 3600s; got '2'"),
         ("--rate=1gbit --parameters=1X", "--parameters must be like 350M"),
@@ -134,13 +129,10 @@ def test_the_page_has_the_answer(monkeypatch: pytest.MonkeyPatch, capsys: Captur
         ("--probe=none.json", "none.json can't be read"),
     ],
 )
-def test_wrong_input_is_one_sentence(
-    options: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_wrong_input_is_one_sentence(options: str, message: str, tmp_path: Path, typed: Typed) -> None:
     network(1e9).save(tmp_path / "probe.json")
-    typed = options.format(probe=tmp_path / "probe.json").split()
-    assert exit_code(monkeypatch, "advise", "--parameters=1M", "--compute=1s", *typed) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("thinwire: ")
-    assert told in error
-    assert error.count("\n") == 1
+    given = options.format(probe=tmp_path / "probe.json").split()
+    done = typed("advise", "--parameters=1M", "--compute=1s", *given)
+    assert done.stderr.startswith("thinwire: ")
+    assert message in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

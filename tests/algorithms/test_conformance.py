@@ -123,14 +123,10 @@ def test_results_plus_final_mean_error_are_the_sum_of_true_means(
 
 
 @over(entry for entry in ENTRIES if warmup_steps(entry.algorithm) < 1_000)
-@pytest.mark.parametrize("num_workers", [2, 5])
-def test_compresses_or_does_not(entry: Entry, num_workers: int) -> None:
-    plan = simulation(entry, num_workers).syncs[-1].plan
-    assert (plan.compression_ratio > 1.9) == entry.compresses
-
-
-@over(entry for entry in ENTRIES if warmup_steps(entry.algorithm) < 1_000)
-def test_a_plan_tells_the_rounds_of_a_step(entry: Entry) -> None:
+def test_a_plan_tells_ratio_and_rounds_of_a_step(entry: Entry) -> None:
+    for num_workers in (2, 5):
+        plan = simulation(entry, num_workers).syncs[-1].plan
+        assert (plan.compression_ratio > 1.9) == entry.compresses
     bucket, rounds = buckets()[:1], list[int]()
     sim = Simulation(entry.algorithm, bucket, num_workers=2)
     for step in first_steps(entry):

@@ -12,8 +12,9 @@ import pytest
 import torch
 import typer
 
-from thinwire import PowerSGD, Watch, checks
-from thinwire.cli import build_app, main
+from processes import Typed
+from thinwire import PowerSGD, Watch, checks, launch
+from thinwire.cli import build_app
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -36,15 +37,6 @@ SURFACE = {
 }
 
 
-def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
-    """How `thinwire` ends here; it prints through this process's own files."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["thinwire", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code
-
-
 def commands() -> dict[str, Any]:
     """By name; "" is what they all have in common."""
     group: Any = typer.main.get_command(build_app())
@@ -57,38 +49,81 @@ def name_of(parameter: Any) -> str:
 
 
 def test_the_surface() -> None:
-    told = {name: " ".join(map(name_of, command.params)) for name, command in commands().items()}
-    assert told == SURFACE
+    surface = {name: " ".join(map(name_of, command.params)) for name, command in commands().items()}
+    assert surface == SURFACE
 
 
-def test_help_and_version_in_a_pipe(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_and_version_in_a_pipe(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert exit_code(monkeypatch, "--help") == 0
-    told = capsys.readouterr().out
-    assert "\x1b" not in told
-    assert all(name in told for name in SURFACE)
-    assert exit_code(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"thinwire {__version__}\n"
+    shown = typed("--help")
+    assert shown.returncode == 0
+    assert "\x1b" not in shown.stdout
+    assert all(name in shown.stdout for name in SURFACE)
+    assert typed("--version").stdout == f"thinwire {__version__}\n"
 
 
-def test_an_error_is_one_line_and_a_traceback_if_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path, typed: Typed) -> None:
     missing = tmp_path / "nothing.jsonl"
-    assert exit_code(monkeypatch, "report", missing) == 2
-    assert capsys.readouterr().err == f"thinwire: {missing} can't be read: No such file or directory\n"
-    monkeypatch.setattr(sys, "argv", ["thinwire", "--debug", "report", str(missing)])
+    done = typed("report", missing)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"thinwire: {missing} can't be read: No such file or directory\n",
+    )
     with pytest.raises(ConfigError, match="can't be read"):
-        main()
+        typed("--debug", "report", missing)
 
 
-def test_a_file_that_can_not_be_written_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_error_of_all_processes_of_a_local_job_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
-    assert exit_code(monkeypatch, "report", recorded_run(tmp_path), "--output", tmp_path) == 2
-    assert "can't be written: it is a folder" in capsys.readouterr().err
+    monkeypatch.setenv(launch.STORE_VARIABLE, str(tmp_path / "store"))
+    # Three processes: two say the same.
+    printed = [typed("report", name).stderr for name in ("one", "one", "two")]
+    error = "thinwire: {} can't be read: No such file or directory\n"
+    assert printed == [error.format("one"), "", error.format("two")]
+
+
+FILES = [
+    "report run.jsonl --output {}",
+    "probe --save {}",
+    "lab --report {} -- true",
+    "attach --watch {} -- true",
+]
+FOLDERS = ["demo --output {}", "attach --checkpoint {} -- true"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "path", "reason"),
+    [
+        (FILES, "folder", "it is a folder; give a file"),
+        (FILES, "locked/file", "permission denied; give another file"),
+        (FILES[:3], "missing/file", "there is no folder missing; make it first"),
+        (FILES[3:], "file/below", "it is a file; give another folder"),
+        (FOLDERS, "file", "it is a file; give another folder"),
+        (FOLDERS, "file/below", "Not a directory; give another folder"),
+        (FOLDERS, "locked", "permission denied; give another folder"),
+    ],
+)
+def test_a_path_that_can_not_be_written_is_refused_before_the_work(
+    commands: list[str],
+    path: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: Typed,
+) -> None:
+    for name in ("folder", "locked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    # Root, whom tests may run as, has every permission.
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or "locked" not in str(path))
+    for command in commands:
+        done = typed(*command.format(path).split())
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert line.startswith("thinwire: --"), command
+        assert line.endswith(f": {reason}"), command
 
 
 @pytest.mark.parametrize(
@@ -103,13 +138,12 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(
     ],
 )
 def test_no_more_processes_are_started_than_this_machine_can_bear(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     monkeypatch.setattr(checks, "cores", lambda: 2)
-    assert exit_code(monkeypatch, *command.split()) == 2
-    name = command.partition("=")[0].partition("--")[2]
+    done, name = typed(*command.split()), command.partition("=")[0].partition("--")[2]
     expected = f"thinwire: {name} must be at most 16 here, 8 for each core, got 17; start fewer\n"
-    assert capsys.readouterr().err == expected
+    assert (done.returncode, done.stderr) == (2, expected)
 
 
 COMMANDS_THAT_PRINT = [["--help"], ["report", "{run}", "--output={page}"]]
@@ -118,28 +152,28 @@ COMMANDS_THAT_PRINT = [["--help"], ["report", "{run}", "--output={page}"]]
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
 @pytest.mark.parametrize("arguments", COMMANDS_THAT_PRINT, ids=lambda arguments: arguments[0])
 def test_output_that_can_not_be_written_is_one_line(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     run = recorded_run(tmp_path)
     filled = [argument.format(run=run, page=tmp_path / "page.html") for argument in arguments]
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert exit_code(monkeypatch, *filled) == 1
-    assert capsys.readouterr().err == "thinwire: the output can't be written: No space left on device\n"
+        done = typed(*filled)
+    assert done.returncode == 1
+    assert done.stderr == "thinwire: the output can't be written: No space left on device\n"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes as POSIX has them")
 def test_output_that_nobody_reads_is_nothing_to_talk_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     run = recorded_run(tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        code = exit_code(monkeypatch, "report", run, f"--output={tmp_path / 'page.html'}")
-    assert code == 128 + signal.SIGPIPE
-    assert capsys.readouterr().err == ""
+        done = typed("report", run, f"--output={tmp_path / 'page.html'}")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def recorded_run(folder: Path) -> Path:

@@ -29,10 +29,10 @@ def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch)
     for name in PACKAGES[extra]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(MissingExtraError) as told:
+    with pytest.raises(MissingExtraError) as raised:
         import_module(module)
-    assert isinstance(told.value.__cause__, ModuleNotFoundError)
-    assert str(told.value).endswith(f"pip install '.[{extra}]' in a clone of Thinwire")
+    assert isinstance(raised.value.__cause__, ModuleNotFoundError)
+    assert str(raised.value).endswith(f"pip install '.[{extra}]' in a clone of Thinwire")
 
 
 def test_lightnings_way_to_register_a_hook_needs_no_lightning() -> None:
@@ -44,8 +44,8 @@ def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:
     """No index has Thinwire: `pip install 'thinwire[cli]'` would find nothing, or another package."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
     code = [path for folder in ("src", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    told = {path.relative_to(ROOT): path.read_text() for path in (*pages, *code)}
-    assert [path for path, text in told.items() if "thinwire[" in text] == []
-    named = {extra for text in told.values() for extra in re.findall(r"pip install '\.\[(\w+)\]'", text)}
+    texts = {path.relative_to(ROOT): path.read_text() for path in (*pages, *code)}
+    assert [path for path, text in texts.items() if "thinwire[" in text] == []
+    named = {extra for text in texts.values() for extra in re.findall(r"pip install '\.\[(\w+)\]'", text)}
     assert len(named) > 5
     assert named <= set(metadata("thinwire").get_all("Provides-Extra") or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -83,3 +84,10 @@ def test_waiting_outside_run_members_is_refused_and_not_hung() -> None:
 def test_members_have_the_callers_grad_mode(enabled: bool) -> None:
     with torch.set_grad_enabled(enabled):
         assert run_members(3, lambda rank: torch.is_grad_enabled()) == [enabled] * 3
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "omp_get_max_threads"), reason="needs torch's OpenMP")
+def test_members_compute_with_the_number_of_threads_that_torch_was_told() -> None:
+    """Matrix products ask OpenMP: with a thread for each core, a step on one core took 100 times as long."""
+    threads = run_members(2, lambda _: ctypes.CDLL(None).omp_get_max_threads())
+    assert threads == [torch.get_num_threads()] * 2

@@ -172,7 +172,7 @@ def test_a_failure_is_named_with_what_was_under_way() -> None:
     words = "step 3, round 2 failed: connection closed by peer. A process died"
     with pytest.raises(CommunicationError, match=words) as caught:
         failing_work("connection closed by peer").wait()
-    assert "train inside thinwire.join" in str(caught.value)
+    assert "use thinwire.join" in str(caught.value)
     assert "every process must make (attach, " in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
     work = failing_work("connection closed by peer")
@@ -192,9 +192,7 @@ def test_a_message_that_the_backend_refuses_is_named(monkeypatch: pytest.MonkeyP
     transport = on_a_machine_with_gpus(monkeypatch, "cpu:gloo")
     group: Any = transport.group
     group.recv.side_effect = RuntimeError("Invalid scalar type")
-    words = (
-        "step 3: the average of 2 × torch.int16 failed: Invalid scalar type. .* does not support this dtype"
-    )
+    words = "step 3: the average of 2 × torch.int16 failed: Invalid scalar type. .* lacks this dtype"
     with pytest.raises(CommunicationError, match=words):
         transport.all_reduce(torch.zeros(2, dtype=torch.int16), "step 3")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
-import runpy
 import signal
 import subprocess
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import IO, NoReturn
+from functools import cache, partial
+from pathlib import Path
+from typing import IO
 
+from commands import become
 from thinwire import cli, launch
 from thinwire.demo import model
 
@@ -21,25 +21,20 @@ class Forked:
     """What a local job needs of subprocess.Popen, for `python [-P] -m module arguments…`."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: int,
-        stdout: None,
-        stderr: IO[bytes],
-        env: Mapping[str, str],
-        start_new_session: bool,
+        self, command: Sequence[str], *, stderr: IO[bytes], env: Mapping[str, str], **others: object
     ) -> None:
-        assert (stdin, stdout) == (subprocess.DEVNULL, None)
-        assert start_new_session
+        assert others == {"stdin": subprocess.DEVNULL, "stdout": None, "start_new_session": True}
         self.returncode: int | None = None
         self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _be(command[command.index("-m") + 1 :], stderr.fileno(), env)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
+        if self.pid:
+            return
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
+        os.environ.clear()
+        module = list(command[command.index("-m") + 1 :])
+        os._exit(become(module, dict(env), "/dev/fd/1", f"/dev/fd/{stderr.fileno()}", Path.cwd()))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -49,22 +44,10 @@ class Forked:
         return self.returncode
 
 
-def _be(command: Sequence[str], errors: int, environment: Mapping[str, str]) -> NoReturn:
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    os.dup2(errors, 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
-    sys.argv = list(command)
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-    os._exit(0)
-
-
 def install() -> None:
     """For the rest of this process's life."""
-    model.load_text = cache(model.load_text)
+    # Of one package: to find and measure on the whole standard library takes longer than a few steps.
+    model.load_text = cache(partial(model.load_text, Path(asyncio.__file__).parent))
     model.load_text()  # all that is forked has it
     launch.subprocess.Popen = Forked  # type: ignore[attr-defined]
 

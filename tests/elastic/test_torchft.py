@@ -102,8 +102,8 @@ def test_a_torchft_without_what_is_used_of_it_is_refused_before_the_run(job: Job
             super().shutdown(wait)
             ended.append(True)
 
-    told = r"need torchft 0\.2, got torchft 0.*, whose Manager lacks _client, _quorum_future, _quorum_id;"
-    with patch.object(torchft, "Manager", Manager), pytest.raises(MissingExtraError, match=told):
+    words = r"need torchft 0\.2, got torchft 0.*, whose Manager lacks _client, _quorum_future, _quorum_id;"
+    with patch.object(torchft, "Manager", Manager), pytest.raises(MissingExtraError, match=words):
         TorchftGroup(job.address, hostname="127.0.0.1")
     assert ended
 

@@ -28,7 +28,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import code_kernels_for, entry_kernels_for, kernels_for
-from thinwire.kernels.matrices import Rows, Write
+from thinwire.kernels.matrices import Rows
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
@@ -290,18 +290,6 @@ def test_few_entries_by_triton_are_those_of_pytorch(
         found += [engine.state.memory[ERROR][spec.name] for spec in specs]
     assert all(map(torch.equal, found[:6], found[6:]))
     assert 0 < found[0].count_nonzero() < len(found[0]) / 50
-
-
-@needs_gpu
-@pytest.mark.parametrize("healthy", [True, False])
-def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) -> None:
-    flag = torch.tensor(healthy, device="cuda")
-    for kernels in (kernels_for(torch.empty(1, device="cuda"), 4), LOW_RANK):
-        gradient, kept, new = torch.zeros(5000, device="cuda"), *torch.arange(8.0, device="cuda").view(2, 4)
-        before = kept.clone()
-        kernels.write([Write(gradient, torch.ones_like(gradient), False, flag), Write(kept, new, True, flag)])
-        assert (gradient == 1).all() if healthy else gradient.isnan().all()
-        assert torch.equal(kept, new if healthy else before)
 
 
 @needs_gpu

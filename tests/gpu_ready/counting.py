@@ -1,29 +1,26 @@
-"""Kernel launches, bytes and host waits of an accelerator's steps, counted on tensors without values.
+"""What an accelerator's steps cost it and the host, counted on tensors without values.
 
-The real code runs on tensors of the device "meta": all that it does there it would do on a GPU. What one
-operation launches is a table here, read off torch's sources for CUDA.
+The real code runs on tensors of the device "meta": all that it does there it would do on a GPU.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
+import thinwire
 from thinwire.comm.transport import Message, Transport, Work
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import Backend
@@ -40,12 +37,7 @@ FREE = {
     "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
 
-# Kernels of operations that take more than one.
-KERNELS = {"isfinite": 4, "constant_pad_nd": 2, "diag_embed": 2, "eye": 2, "linalg_vector_norm": 1}
-
-# `_foreach_` operations: so many tensors, and blocks of elements, fit into the arguments of one kernel.
-TENSORS_OF_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36}
-BLOCKS_OF_A_LAUNCH, BLOCK_ELEMENTS = 320, 65536
+OUR_CODE = str(Path(thinwire.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -53,14 +45,14 @@ class Counted:
     """What a step costs on an accelerator.
 
     Attributes:
-        launches: Kernels.
-        bytes: That they read and write.
+        launches: Operations of torch's that launch a kernel or some, and Triton's kernels.
         waits: Times that the host waits for the device.
+        calls: Of Thinwire's functions: the host's time, on a busy machine too.
     """
 
     launches: int
-    bytes: int
     waits: int
+    calls: int
 
 
 class Counting(TorchDispatchMode):
@@ -69,7 +61,6 @@ class Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -98,32 +89,8 @@ class Counting(TorchDispatchMode):
             self.waits[f"{name} between devices"] += not _is_pinned()
         base = name if name in FREE else name.removesuffix("_")
         if name not in FREE and base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
-            self._count(func, args, kwargs, given, results)
+            self.launches[name] += 1
         return out
-
-    def _count(self, func: Any, args: Any, kwargs: Any, given: Any, results: Any) -> None:
-        name = func._schema.name.split("::")[1]
-        base = name.removesuffix("_")
-        kernels = KERNELS.get(base, 1)
-        written = list(results)
-        if base.startswith("_foreach"):
-            lists = [argument for argument in args if isinstance(argument, list | tuple)]
-            kernels = _launches_of_lists(lists) + 2 * (base == "_foreach_norm")
-            written = list(lists[0]) if name.endswith("_") else written
-        elif base in ("addmm", "baddbmm") and (not name.endswith("_") or "out" in kwargs):
-            kernels = 2  # the tensor that is added is copied to the result first
-        elif base == "cat":
-            kernels = _launches_of_cat(given)
-        elif base == "_to_copy" and not any(tensor.numel() for tensor in results):
-            kernels = 0
-        self.launches[name] += kernels
-        overwrites = name in ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
-        read = given if not overwrites else given[len(written) :]
-        if "out" in kwargs:
-            read = list(tensors_in(args))  # what it overwrites it may read as well
-        if base == "index_copy":
-            read, written = given[1:], list(given[2:])  # of what it writes to, only the rows that it names
-        self.bytes[name] += sum(map(_held_bytes, read)) + sum(map(_held_bytes, written))
 
 
 def _is_pinned() -> bool:
@@ -142,26 +109,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
-
-
-def _launches_of_lists(lists: Sequence[Sequence[torch.Tensor]]) -> int:
-    blocks = sum(math.ceil(tensor.numel() / BLOCK_ELEMENTS) for tensor in lists[0])
-    tensors = len(lists[0]) / TENSORS_OF_A_LAUNCH[len(lists)]
-    return max(1, math.ceil(tensors), math.ceil(blocks / BLOCKS_OF_A_LAUNCH))
-
-
-def _launches_of_cat(given: Sequence[torch.Tensor]) -> int:
-    parts = [tensor for tensor in given if tensor.numel()]
-    if len({part.dtype for part in parts}) > 1:
-        return len(parts)
-    return math.ceil(len(parts) / 128)
-
-
-def _held_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's own; of one that is expanded only what it holds."""
-    return tensor.element_size() * math.prod(
-        size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 class Done:
@@ -223,17 +170,11 @@ def _addresses() -> Callable[[torch.Tensor], int]:
 
 
 def _count_launch(
-    kernel: str,
-    programs: int,
-    arguments: object,
-    constants: object,
-    device: torch.device,
-    touched: Sequence[torch.Tensor],
+    kernel: str, programs: int, arguments: object, constants: object, device: torch.device, touched: object
 ) -> None:
     counting = _get_current_dispatch_mode()
     if isinstance(counting, Counting) and programs:
         counting.launches[kernel] += 1
-        counting.bytes[kernel] += sum(map(_held_bytes, touched))
 
 
 def by_triton() -> AbstractContextManager[object]:
@@ -246,19 +187,31 @@ def by_triton() -> AbstractContextManager[object]:
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 
 
-def counted(run: Callable[[], object], *, untold: int = 2) -> tuple[Counted, Counting]:
-    """Return what the last of some runs cost, after `untold` that are not counted, and where.
-
-    Args:
-        run: One step.
-        untold: Steps before.
-    """
+def counted(run: Callable[[], object]) -> Counted:
+    """Return what the third run of a step costs."""
     with on_meta():
-        for _ in range(untold + 1):
-            with Counting() as counting:
+        for _ in range(2):
+            with Counting():
                 run()
-    totals = (counting.launches, counting.bytes, counting.waits)
-    return Counted(*(sum(counter.values()) for counter in totals)), counting
+        with Counting() as counting:
+            calls = _calls_in(run)
+    return Counted(sum(counting.launches.values()), sum(counting.waits.values()), calls)
+
+
+def _calls_in(run: Callable[[], object]) -> int:
+    """Return how many calls of Thinwire's functions this makes."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(OUR_CODE)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 # Models, as DDP's buckets: parameters in reverse, 1 MiB first, then 25 MiB each.

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock_default
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock_local
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_power
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from algorithms.test_conformance import assert_same_state
 from processes import in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms.error_feedback import ERROR
@@ -307,23 +309,6 @@ def test_inside_a_hook_of_ones_own_an_unused_layer_keeps_its_residual() -> None:
 
 
 @in_each_process(2)
-def test_a_loaded_state_is_a_copy_and_can_be_copied_and_sent_before_its_first_use() -> None:
-    state, loaded = new_state(), new_state()
-    gradients_of(hooked(state), range(2))
-    saved, given = state.state_dict(), state.state_dict()
-    loaded.load_state_dict(given)
-    for tensors in (dict(given["error"]), dict(given["factor"]), dict(loaded.state_dict()["error"])):
-        for tensor in tensors.values():
-            tensor.zero_()
-    assert saved["factor"]
-    for copied in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
-        again = copied.state_dict()
-        assert again["step"] == 2
-        for kind in ("error", "factor"):
-            torch.testing.assert_close(dict(again[kind]), dict(saved[kind]), rtol=0, atol=0)
-
-
-@in_each_process(2)
 def test_a_state_of_the_wrong_kind_is_told() -> None:
     wrapped = [f"fp16_compress_wrapper({name})" for name in ("powerSGD_hook", "post_localSGD_hook")]
     for name in (*STATELESS, *POWER, *wrapped, "post_localSGD_hook", "quantization_pertensor_hook"):
@@ -410,8 +395,8 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
     assert (state.matrix_approximation_rank, state.min_compression_rate) == (3, 2)
     assert (state.start_powerSGD_iter, state.use_error_feedback, state.warm_start) == (0, False, False)
     state.matrix_approximation_rank = 4 + dist.get_rank()
-    told = "process 0 has matrix_approximation_rank 4, process 1 has matrix_approximation_rank 5"
-    with pytest.raises(thinwire.AgreementError, match=told):
+    words = "process 0 has matrix_approximation_rank 4, process 1 has matrix_approximation_rank 5"
+    with pytest.raises(thinwire.AgreementError, match=words):
         gradients_of(ddp_model, range(5, 6))
     state.abandon()
     state.sync.use(thinwire.AllReduce())
@@ -421,13 +406,60 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
         state.matrix_approximation_rank = 2
 
 
-def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:
-    state, other = hooks.PowerSGDState(None), hooks.PowerSGDState(None)
+def test_what_else_torchs_states_have_is_there_or_told() -> None:
+    """All can be read and set, or a sentence says where they are."""
+    power, local = hooks.PowerSGDState(None), hooks.PostLocalSGDState(None, None, 4)
+    elsewhere = set()
+    for stock, state in ((stock_power.PowerSGDState, power), (stock_local.PostLocalSGDState, local)):
+        for name in stock.__slots__:
+            if hasattr(state, name):
+                setattr(state, name, getattr(state, name))
+            else:
+                elsewhere.add(name)
+    assert "error_dict" in elsewhere
+    for name in ("compression_stats", *elsewhere):
+        with pytest.raises(
+            AttributeError, match=f"a PowerSGDState has no {name}; its memory is in state_dict"
+        ):
+            getattr(power, name)
+    for name in ("matrix_rank", *elsewhere):
+        with pytest.raises(AttributeError, match=f"^{name} can't be set on a PowerSGDState; its settings"):
+            setattr(power, name, 4)
+
+
+@in_each_process(2)
+def test_the_steps_of_a_state_are_counted_from_where_the_user_says() -> None:
+    """As scripts for torch's hook do it when they resume."""
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=5)
+    for wrong in (-1, 1.5):
+        with pytest.raises(thinwire.ConfigError, match="iter must be"):
+            state.iter = wrong  # type: ignore[assignment]
+    state.iter = 4
+    assert state.iter == 4
+    model = hooked(state)
+    gradients_of(model, range(1))
+    assert state.stats().compression_ratio == 1
+    gradients_of(model, range(1))
+    assert state.iter == 6
+    assert state.stats().compression_ratio > 1
+    with pytest.raises(thinwire.ConfigError, match="iter can't be set after the first step"):
+        state.iter = 0
+
+
+def test_before_the_first_step_a_state_can_be_saved_loaded_copied_and_sent() -> None:
+    state = hooks.PowerSGDState(None)
     assert state.stats().steps == 0
     assert state.plan.routes == ()
-    saved = state.state_dict()
-    other.load_state_dict(saved)
-    assert other.state_dict() == saved
+    empty = state.state_dict()
+    state.load_state_dict(empty)
+    assert state.state_dict() == empty
+    specs = (ParameterSpec.of("0", torch.empty(48, 32)),)
+    simulation = Simulation(PowerSGD(matrix_rank=1), [specs], num_workers=1)
+    simulation.step([[torch.randn(48 * 32)]])
+    (saved,) = simulation.state_dicts()
+    state.load_state_dict(saved)
+    for copied in (state, copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert_same_state(copied.state_dict(), saved)
 
 
 @in_each_process(2)

@@ -73,8 +73,8 @@ def batches(count: int = 6) -> DataLoader[Tensor]:
 def lightning_environment() -> Iterator[None]:
     """What torchrun would have set, and Lightning's own deprecations let through."""
     rank = str(dist.get_rank())
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
-    with patch.dict(os.environ, told), warnings.catch_warnings():
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+    with patch.dict(os.environ, variables), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
         yield
 

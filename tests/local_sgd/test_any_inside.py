@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -44,11 +45,6 @@ def batch(replica: int, step: int) -> Tensor:
     return torch.randn(BATCH, 8, dtype=torch.float64, generator=draws)
 
 
-def in_shards(model: nn.Module, mesh: DeviceMesh) -> int:
-    fully_shard(model, mesh=mesh["shard"])
-    return mesh.get_local_rank("shard")
-
-
 def in_tensors(model: nn.Module, mesh: DeviceMesh) -> int:
     parallelize_module(model, mesh["tensor"], IN_TENSORS)
     return 0
@@ -73,7 +69,6 @@ def in_experts(model: nn.Module, mesh: DeviceMesh, how: str) -> int:
 
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], int, Callable[[nn.Module, DeviceMesh], int]]] = {
-    "FSDP2": (("shard",), 2, in_shards),
     "tensor parallel": (("tensor",), 1, in_tensors),
     "HSDP": (("inner", "shard"), 4, in_shards_of_replicas),
     "FSDP2 and tensor parallel": (("shard", "tensor"), 2, in_shards_of_tensors),
@@ -135,11 +130,7 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "streaming"),
-    [
-        *((layout, Streaming()) for layout in ("FSDP2", "tensor parallel")),
-        ("tensor parallel", Streaming(fragments=2)),
-        *((f"{how} experts", Streaming()) for how in HOW),
-    ],
+    [("tensor parallel", Streaming(fragments=2)), *((f"{how} experts", Streaming()) for how in HOW)],
     ids=str,
 )
 @in_each_process(4)
@@ -192,27 +183,26 @@ def test_stages_of_a_pipeline_are_averaged_and_stop_together() -> None:
 @in_each_process(4)
 def test_each_process_saves_its_part_and_goes_on_from_it() -> None:
     mesh = mesh_of(("tensor",))
-    given = {"every_steps": 3, "outer": Nesterov(lr=0.7, momentum=0.9), "replicas": mesh["replicate"]}
-    ended = []
-    for resumes in (False, True):
-        model = whole_model()
-        in_tensors(model, mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = LocalSGD(model, optimizer, **given)  # type: ignore[arg-type]
-        with local:
-            train(model, optimizer, mesh.get_local_rank("replicate"), slice(None))
-            state = local.state_dict()
-            held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            if not resumes:
-                train(model, optimizer, mesh.get_local_rank("replicate"), slice(None))
-        if resumes:
-            model.load_state_dict(held)
-            local = LocalSGD(model, optimizer, **given)  # type: ignore[arg-type]
-            local.load_state_dict(state)
-            with local:
-                train(model, optimizer, mesh.get_local_rank("replicate"), slice(None))
-        ended.append([whole(each) for each in model.parameters()])
-    assert all(map(torch.equal, *ended))
+    replica = mesh.get_local_rank("replicate")
+    model = whole_model()
+    in_tensors(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def new_local() -> LocalSGD:
+        outer = Nesterov(lr=0.7, momentum=0.9)
+        return LocalSGD(model, optimizer, every_steps=3, outer=outer, replicas=mesh["replicate"])
+
+    with new_local() as local:
+        train(model, optimizer, replica, slice(None))
+        state, held = local.state_dict(), copy.deepcopy(model.state_dict())
+        train(model, optimizer, replica, slice(None))
+    straight = [whole(parameter) for parameter in model.parameters()]
+    model.load_state_dict(held)
+    resumed = new_local()
+    resumed.load_state_dict(state)
+    with resumed:
+        train(model, optimizer, replica, slice(None))
+    assert all(map(torch.equal, straight, map(whole, model.parameters())))
 
 
 @in_each_process(4)

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from members import NESTEROV, Member, in_each_member, once
-from thinwire import Nesterov, Streaming
+from thinwire import Nesterov
 from thinwire.algorithms import AllReduce, Quantize, TopK
 from thinwire.errors import StateError
 from thinwire.local_sgd import DiLoCo
@@ -30,12 +30,9 @@ def diloco(member: Member, **settings: Any) -> DiLoCo:
     ("size", "settings", "lr", "momentum"),
     [
         (1, {}, 0.4, 0.9),
-        (2, {}, 0.5, 0.9),
         (4, {"every_steps": 10}, 0.6, 0.5),
         (4, {"pair": True}, 0.5, 0.9),
-        (8, {"every_steps": 500}, 0.8, 0.9),
         (2, {"outer": Nesterov(lr=0.7, momentum=0)}, 0.7, 0.0),
-        (2, {"algorithm": TopK()}, 1.0, 0.0),
         (8, {"algorithm": TopK()}, 0.5, 0.0),
     ],
     ids=str,
@@ -128,49 +125,29 @@ def _by_hand(num_workers: int) -> Tensor:
     return theta
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
-@in_each_member(2)
-def test_muon_inside(member: Member) -> None:
-    model: Any = member.model
-    before = model(batch_of(99, 0)).square().mean().item()
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    biases = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    muon: torch.optim.Optimizer = torch.optim.Muon(matrices, lr=0.02)
-    member.optimizer = torch.optim.AdamW(biases, lr=1e-2)
-    with diloco(member, every_steps=5, streaming=Streaming(fragments=2, delay_steps=2)) as local:
-        for step in range(20):
-            model.zero_grad()
-            torch.autograd.backward(model(batch_of(step, member.rank)).square().mean())
-            muon.step()
-            member.optimizer.step()
-    assert member.agreed()
-    assert local.stats().compression_ratio > 30
-    assert model(batch_of(99, 0)).square().mean().item() < 0.5 * before
-
-
 @in_each_member(1)
 def test_momentum_with_few_entries_is_warned_of_at_the_users_line(member: Member) -> None:
-    told = "momentum, but TopK.* sends an entry only now and then.* leave momentum out"
+    words = "momentum, but TopK.* sends an entry only now and then.* leave momentum out"
     for outer in (Nesterov(momentum=0.9), NESTEROV, partial(torch.optim.Adam, lr=1e-3)):
-        with pytest.warns(UserWarning, match=told) as caught:
-            diloco(member, algorithm=TopK(), outer=outer).__enter__()
+        local = diloco(member, algorithm=TopK(), outer=outer)
+        with pytest.warns(UserWarning, match=words) as caught, local:
+            pass
         assert caught[0].filename == __file__
     with diloco(member, every_steps=2) as local:
         member.train(2)
         local.sync.use(TopK())
-        with pytest.warns(UserWarning, match=told):
+        with pytest.warns(UserWarning, match=words):
             member.train(2)
     # The momentum is that of the state, and not the one that goes with the algorithm.
     resumed = diloco(member, every_steps=2, algorithm=TopK())
     resumed.load_state_dict(local.state_dict())
-    with pytest.warns(UserWarning, match=told):
-        resumed.__enter__()
+    with pytest.warns(UserWarning, match=words), resumed:
+        pass
 
 
 @pytest.mark.parametrize(
     ("saved", "loading", "lacks"),
     [
-        (torch.optim.SGD, torch.optim.Adam, ".*betas, eps"),
         (NESTEROV, torch.optim.Adam, "step"),  # torch's Adam itself looks for it
         (torch.optim.Adam, NESTEROV, ".*dampening, momentum"),
     ],

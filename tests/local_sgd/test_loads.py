@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
+import pickle
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from members import NESTEROV, Member, in_each_member
 from thinwire import Streaming, elastic
 from thinwire.algorithms import Quantize
 from thinwire.errors import StepError
-from training import batch_of, flat, new_model, new_optimizer, train
+from training import batch_of, flat, new_model, new_optimizer
 
 WITHOUT_A_STEP = "parameters changed since the last averaging without a step"
 
@@ -65,8 +66,7 @@ def load(model: nn.Module, weights: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("put_in", "streaming"),
-    [(load, Streaming()), (copy_in, Streaming(fragments=2)), (copy_in, Streaming(delay_steps=1))],
+    ("put_in", "streaming"), [(load, Streaming(delay_steps=1)), (copy_in, Streaming(fragments=2))]
 )
 @in_each_member(2)
 def test_weights_loaded_at_the_end_are_those_that_stay(
@@ -100,21 +100,16 @@ def test_training_goes_on_from_loaded_weights_without_an_outer_step(member: Memb
         assert member.agreed()
 
 
-@pytest.mark.parametrize("has_pending", [True, False])
 @in_each_member(2)
-def test_training_does_not_go_on_from_loaded_weights_unasked(member: Member, has_pending: bool) -> None:
+def test_training_does_not_go_on_from_loaded_weights_unasked(member: Member) -> None:
     with refusing(LOADED), member.local(every_steps=4, **BEST) as local:
         best = flat(member.model)
-        member.train(6 if has_pending else 8)
+        member.train(6)
         load(member.model, best)
-        with refusing(LOADED):
-            member.train(8, 9)
-        if has_pending:
+        for goes_on in (partial(member.train, 8, 9), local.average):
             with refusing(LOADED):
-                local.average()
-            assert torch.equal(flat(member.model), best)
-        else:
-            raise StepError(LOADED)  # a clean exit would take over what all hold alike
+                goes_on()
+        assert torch.equal(flat(member.model), best)
 
 
 @in_each_member(2)
@@ -146,10 +141,7 @@ def test_weights_loaded_for_an_evaluation_and_taken_back_change_nothing(member: 
 @in_each_member(1)
 def test_a_model_can_be_saved_whole_inside_the_context(member: Member) -> None:
     with member.local(every_steps=4):
-        file = io.BytesIO()
-        torch.save(member.model, file)
-        file.seek(0)
-        again = torch.load(file, weights_only=False)
+        again = pickle.loads(pickle.dumps(member.model))
         again.load_state_dict(copy.deepcopy(member.model).state_dict())
     assert torch.equal(flat(again), flat(member.model))
 
@@ -175,12 +167,4 @@ def test_an_elastic_member_does_not_train_on_with_loaded_weights(kind: str) -> N
             step()
         assert torch.equal(flat(model), best)
         raise StepError(LOADED)
-
-
-def test_weights_loaded_at_the_end_of_an_elastic_member_stay() -> None:
-    model = new_model()
-    optimizer, best = new_optimizer(model), flat(model)
-    with elastic.DiLoCo(model, optimizer, every_steps=4, group=alone()):
-        train(model, optimizer, range(8), 0)
-        load(model, best)
     assert torch.equal(flat(model), best)

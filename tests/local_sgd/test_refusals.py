@@ -14,15 +14,17 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.in_turns import alone
 from members import NESTEROV, POWER, Member, in_each_member
 from processes import in_each_process
-from thinwire import Nesterov, Streaming, Warmup
+from thinwire import DiLoCo, Nesterov, Streaming, Warmup, elastic
 from thinwire.adapters.attach import attach
 from thinwire.algorithms import AllReduce, PowerSGD
-from thinwire.errors import AttachError
+from thinwire.comm import InProcessTransport
+from thinwire.errors import AttachError, ConfigError
 from thinwire.local_sgd import LocalSGD
 from thinwire.powersgd import AlgorithmAggregator, optimizer_step
-from training import batch_of, error_of, new_model, new_optimizer, train
+from training import batch_of, error_of, new_model, new_optimizer, refused, train
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in DDP_OPTIONS else "broadcast_buffers"
@@ -45,9 +47,41 @@ def with_model(model: Any, optimizer: Any = None) -> Callable[[Member], object]:
     return mistake
 
 
+def entered(**settings: Any) -> Callable[[Member], object]:
+    return lambda member: member.local(**settings).__enter__()
+
+
+def given_twice(member: Member) -> None:
+    with_model(member.model, [member.optimizer] * 2)(member)
+
+
 def entered_twice(member: Member) -> None:
     with member.local() as local:
         local.__enter__()
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "LocalSGD": lambda model: LocalSGD(model, new_optimizer(model), every_steps=2, replicas=one_member()),
+    "DiLoCo": lambda model: DiLoCo(model, new_optimizer(model), replicas=one_member()),
+    "elastic": lambda model: elastic.DiLoCo(model, new_optimizer(model), group=alone()),
+    "Steps": lambda model: elastic.Steps(model, new_optimizer(model), AllReduce(), group=alone()),
+}
+
+
+def one_member() -> InProcessTransport:
+    return InProcessTransport.group(1)[0]
+
+
+@pytest.mark.parametrize("inner", KINDS)
+@pytest.mark.parametrize("outer", KINDS)
+def test_a_model_is_averaged_by_one_context_at_a_time(outer: str, inner: str) -> None:
+    """Each would take what the other has averaged for training."""
+    model: Any = new_model()
+    second = KINDS[inner](nn.Sequential(nn.Linear(3, 3), model[0]))  # they share a layer
+    with KINDS[outer](model), refused(ConfigError, "is averaged already, by the"):
+        second.__enter__()
+    with second, KINDS[outer](new_model()):  # one after the other, or of two models
+        pass
 
 
 def averaged_outside(member: Member) -> None:
@@ -82,9 +116,13 @@ def frozen(member: Member) -> None:
     member.local()
 
 
-def joined_by_contributors(member: Member) -> None:
-    with member.local(subgroup=member.pair) as local:
+def joined_by_contributors(member: Member, **settings: Any) -> None:
+    with member.local(every_steps=4, **settings) as local:
         local.join_hook(divide_by_initial_world_size=False)
+
+
+def joined_with_a_subgroup(member: Member) -> None:
+    joined_by_contributors(member, subgroup=member.pair)
 
 
 def state_on_one_only(member: Member) -> None:
@@ -111,49 +149,26 @@ def use_in_flight(member: Member) -> None:
         local.sync.use(POWER)
 
 
-def fragments_joined_by_contributors(member: Member) -> None:
-    with member.local(every_steps=4, streaming=Streaming(fragments=2)) as local:
-        local.join_hook(divide_by_initial_world_size=False)
-
-
-AVERAGED_OUTSIDE = "StepError: average() was called outside"
+WITHOUT_VALUES = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, device="meta"))
 OUTER = "ConfigError: outer must be a thinwire.Nesterov or a function that returns"
 # What some do, or the settings that they give.
 MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "every_steps": ({"every_steps": 0}, "ConfigError: every_steps must be a whole number of at least 1"),
-    "no warm-up": (
-        lambda _: Warmup(0, AllReduce()),
-        "ConfigError: algorithm=AllReduce() is for the warm-up, which has 0 steps",
-    ),
+    "no warm-up": (lambda _: Warmup(0, AllReduce()), "AllReduce() is for the warm-up, which has 0 steps"),
     "algorithm": ({"algorithm": "PowerSGD"}, "ConfigError: expected an algorithm such as"),
     "no module": (with_model([1]), "ConfigError: expected a torch.nn.Module"),
     "lazy": (with_model(nn.LazyLinear(3)), "ConfigError: weight has no shape yet; run one forward pass"),
-    "no values": (
-        with_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, device="meta"))),
-        "AttachError: 1.running_mean is on the meta device and has no values yet",
-    ),
+    "no values": (with_model(WITHOUT_VALUES), "AttachError: 1.running_mean is on the meta device and has no"),
     "nothing to train": (frozen, "AttachError: no parameter of the model is trained"),
     "no optimizer": (with_model(new_model(), "SGD"), "ConfigError: expected a torch.optim.Optimizer"),
     "wrapped optimizer": (wrapped_optimizer, "ConfigError: Wrapper wraps an optimizer"),
-    "one optimizer twice": (
-        lambda member: with_model(member.model, [member.optimizer] * 2)(member),
-        "ConfigError: expected one optimizer or several, each once",
-    ),
-    "other model's": (
-        with_model(new_model()),
-        "ConfigError: the optimizer holds none of the model's trainable parameters",
-    ),
-    "more than the model's": (
-        foreign_parameters,
-        "ConfigError: the optimizer holds 1 parameters that are not",
-    ),
+    "one optimizer twice": (given_twice, "ConfigError: expected one optimizer or several, each once"),
+    "other model's": (with_model(new_model()), "ConfigError: the optimizer holds none of the model's"),
+    "more than the model's": (foreign_parameters, "ConfigError: the optimizer holds 1 parameters that are"),
     "outer is an optimizer": (lambda member: member.local(outer=member.optimizer), OUTER),
-    "outer makes nothing": (
-        lambda member: member.local(outer=lambda parameters: None).__enter__(),
-        "ConfigError: outer must return a torch.optim.Optimizer",
-    ),
+    "outer makes nothing": (entered(outer=lambda _: None), "ConfigError: outer must return a torch.optim"),
     "outer of some": (
-        lambda member: member.local(outer=lambda each: torch.optim.SGD(each[:1], lr=1.0)).__enter__(),
+        entered(outer=lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0)),
         "ConfigError: outer must return an optimizer of all the tensors",
     ),
     "zero without DDP": (
@@ -161,24 +176,22 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
         'ConfigError: on_nonfinite="zero" is for gradients that a DDP model averages',
     ),
     "entered twice": (entered_twice, "StepError: this LocalSGD was already entered"),
-    "average before": (lambda member: member.local().average(), AVERAGED_OUTSIDE),
-    "average after": (averaged_outside, AVERAGED_OUTSIDE),
+    "average after": (averaged_outside, "StepError: average() was called outside"),
     "state before": (
         lambda member: member.local().state_dict(),
-        "StepError: there is nothing to save before",
+        "StepError: there is nothing to save",
     ),
     "joined outside": (lambda member: member.local().join_hook(), "StepError: enter LocalSGD before"),
-    "joined with a subgroup": (joined_by_contributors, "ConfigError: with a subgroup"),
+    "joined with a subgroup": (joined_with_a_subgroup, "ConfigError: with a subgroup"),
     "joined without processes": (
         lambda member: member.local().join_process_group,
         "AttachError: there is no process group to join",
     ),
     "load inside": (loaded_inside, "StepError: load the state before you enter the context"),
-    "other settings": (
-        lambda member: member.local(every_steps=2 + member.rank).__enter__(),
-        "AgreementError: entering LocalSGD: process 0 has every_steps 2, process 1 has every_steps 3",
+    "state on one only": (
+        state_on_one_only,
+        "process 0 has loaded no state, process 1 has loaded a state with",
     ),
-    "state on one only": (state_on_one_only, "process 0 has loaded state none, process 1 has loaded state"),
     # Fragments and delays.
     "layers": (
         {"every_steps": 9, "streaming": Streaming(fragments=4)},
@@ -189,23 +202,19 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
         {"streaming": Streaming(delay_steps=2)},
         "ConfigError: delay_steps=2 can't be combined with every_steps=2 / fragments=1",
     ),
-    "weight of 1": (
-        lambda _: Streaming(delay_steps=1, local_weight=1),
-        "ConfigError: local_weight must be in [0, 1)",
-    ),
-    "weight without delay": (
-        lambda _: Streaming(local_weight=0.5),
-        "got 0.5 with delay_steps=0",
-    ),
+    "weight of 1": (lambda _: Streaming(delay_steps=1, local_weight=1), "local_weight must be in [0, 1)"),
+    "weight without delay": (lambda _: Streaming(local_weight=0.5), "got 0.5 with delay_steps=0"),
     "device": (lambda _: Nesterov(device="moon"), "ConfigError: device must be a device"),
-    "outer rate without end": (
-        lambda _: Nesterov(lr=float("inf")),
-        "ConfigError: lr must be finite, got inf",
-    ),
+    "endless outer rate": (lambda _: Nesterov(lr=float("inf")), "ConfigError: lr must be finite, got inf"),
     "momentum": (lambda _: Nesterov(momentum=1), "ConfigError: momentum must be from 0 to below 1, got 1"),
     "outer is a number": ({"outer": 0.7}, OUTER),
     "streaming": ({"streaming": 2}, "ConfigError: streaming must be a thinwire.Streaming, got 2"),
     "warmup": ({"warmup": 100}, "ConfigError: warmup must be a thinwire.Warmup, got 100"),
+    # Settings of each member's own.
+    "other steps": (
+        partial(other_settings, every_steps=(4, 5)),
+        "AgreementError: entering LocalSGD: process 0 has every_steps 4, process 1 has every_steps 5",
+    ),
     "other fragments": (
         partial(other_settings, streaming=(Streaming(), Streaming(fragments=2))),
         "process 1 has streaming Streaming(fragments=2)",
@@ -220,7 +229,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     ),
     "use in flight": (use_in_flight, "call average() first"),
     "fragments joined by contributors": (
-        fragments_joined_by_contributors,
+        partial(joined_by_contributors, streaming=Streaming(fragments=2)),
         "ConfigError: with fragments or delay_steps, join needs",
     ),
 }
@@ -229,9 +238,9 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", MISTAKES)
 @in_each_member(2)
 def test_mistakes_raise_at_once_and_name_the_remedy(member: Member, case: str) -> None:
-    mistake, told = MISTAKES[case]
+    mistake, words = MISTAKES[case]
     made = partial(member.local, **mistake) if isinstance(mistake, dict) else partial(mistake, member)
-    assert told in error_of(made)
+    assert words in error_of(made)
 
 
 # Mistakes with process groups and DDP models, in real processes
@@ -320,8 +329,8 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("case", PROCESS_MISTAKES)
 @in_each_process(2)
 def test_mistakes_with_groups_and_ddp_raise_at_once_and_name_the_remedy(case: str) -> None:
-    mistake, told = PROCESS_MISTAKES[case]
-    assert told in error_of(mistake)
+    mistake, words = PROCESS_MISTAKES[case]
+    assert words in error_of(mistake)
 
 
 def test_without_a_process_group() -> None:

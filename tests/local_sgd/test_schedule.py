@@ -43,12 +43,6 @@ def test_the_table(has_ddp: bool, has_subgroup: bool, gradients: str, parameters
     assert schedule.averages_within == ("S" in parameters)
 
 
-def test_without_a_warm_up() -> None:
-    schedule = Schedule(4, has_ddp=True)
-    assert not any(schedule.gradients_in(step) for step in range(9))
-    assert turns_of(schedule, 8) == "---0" * 2
-
-
 @pytest.mark.parametrize(
     ("every_steps", "fragments", "turns"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from members import NESTEROV, POWER, Member, in_each_member, run
 from processes import in_each_process
 from thinwire import StateError, Streaming, checkpoint
 from thinwire.adapters.attach import attach
-from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.algorithms import AllReduce, Quantize
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.state import digest_of
 from training import batch_of, flat, new_model, new_optimizer, refused, train
@@ -35,11 +36,8 @@ FEW_BITS = Quantize(bits=4)
 @pytest.mark.parametrize(
     ("settings", "saved_after", "num_in_flight", "suffix"),
     [
-        (EVERY_4, 6, 0, "pt"),
-        (EVERY_4 | {"outer": NESTEROV}, 4, 0, "safetensors"),
         (EVERY_4 | {"outer": NESTEROV}, 6, 0, "pt"),
-        (IN_THREE | {"algorithm": POWER}, 8, 1, "pt"),
-        (IN_THREE | {"algorithm": FEW_BITS}, 8, 1, "safetensors"),
+        (IN_THREE | {"algorithm": POWER}, 8, 1, "safetensors"),
         (IN_THREE | {"algorithm": FEW_BITS}, 9, 0, "pt"),
     ],
 )
@@ -82,12 +80,47 @@ def test_resuming_is_equal_to_the_bit(
     assert resumed.stats().compression_ratio > 15
 
 
-def test_the_state_is_the_same_on_all_members() -> None:
+@in_each_member(3)
+def test_a_run_that_resumes_again_and_again_is_the_one_that_only_saves(member: Member) -> None:
+    """Saved once more before all fragments were sent again: those that were not stay as they were loaded."""
+    settings = EVERY_4 | {"every_steps": 6, "streaming": Streaming(fragments=2, delay_steps=2)}
+
+    def trained(saved: Any, *parts: tuple[int, int]) -> Any:
+        member.take(new_model())
+        objects: list[Any] = [member.local(**settings, outer=NESTEROV), member.model, member.optimizer]
+        for loading, state in zip(objects, saved, strict=False):
+            loading.load_state_dict(state)
+        with objects[0]:
+            for steps in parts:
+                member.train(*steps)
+                saved = copy.deepcopy([it.state_dict() for it in objects])
+        return saved
+
+    parts, saved = [(0, 9), (9, 12), (12, 20)], ()
+    for part in parts:
+        saved = trained(saved, part)
+    assert digest_of(saved) == digest_of(trained((), *parts))
+
+
+def test_more_members_resume_from_one_state_which_is_the_same_on_all() -> None:
     first, second = run(2, _state)
     assert (first["step"], first["sent_after"]) == (5, (4,))
-    assert first["last_average"]
     assert dict(first["sync"]["error"])
     assert digest_of(first) == digest_of(second)
+
+    def resumed(member: Member) -> None:
+        member.model.load_state_dict(first["last_average"])
+        local = member.local(every_steps=4, algorithm=POWER)
+        local.load_state_dict(first)
+        with local:
+            assert member.agreed()
+            error = dict(local.state_dict()["sync"]["error"])
+            torch.testing.assert_close(error, dict(first["sync"]["error"]))
+            member.train(5, 12)
+        assert member.agreed()
+        assert local.stats().steps == 12
+
+    run(4, resumed)
 
 
 def _state(member: Member) -> dict[str, Any]:
@@ -125,11 +158,11 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("case", STATES)
 @in_each_member(2)
 def test_a_state_that_does_not_fit_is_refused(member: Member, case: str) -> None:
-    change, told = STATES[case]
+    change, words = STATES[case]
     state: Any = change(_state(member))
     member.take(new_model())
     local = member.local(every_steps=1)
-    with refused(StateError, told):
+    with refused(StateError, words):
         local.load_state_dict(state)
     assert local.stats().steps == 0
 
@@ -147,9 +180,7 @@ OUTERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "no state": (lambda outer: outer.pop("state"), NO_STEP),
     "a list of states": (lambda outer: outer.update(state=[1]), NO_STEP),
-    "a place that is text": (lambda outer: outer["state"].update({"0": {}}), NO_STEP),
     "a momentum of another shape": (buffer_of(torch.ones(3)), NO_STEP),
-    "a momentum that is text": (buffer_of("0.9"), NO_STEP),
     "a rate that is text": (lambda outer: outer["param_groups"][0].update(lr="0.7"), NO_STEP),
 }
 
@@ -163,12 +194,12 @@ def test_an_outer_optimizers_state_that_would_end_the_next_averaging_is_refused_
     with member.local(**settings) as local:
         member.train(3)
         state = local.state_dict()
-    change, told = OUTERS[case]
+    change, words = OUTERS[case]
     change(state["outer"])
     before = flat(member.model)
     other = member.local(**settings)
     other.load_state_dict(state)
-    with refused(StateError, told):
+    with refused(StateError, words):
         other.__enter__()
     assert torch.equal(before, flat(member.model))
     assert other.outer is None
@@ -205,15 +236,14 @@ def test_inference_mode_changes_nothing(member: Member) -> None:
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=2, error_feedback=True)])
 @in_each_process(2)
-def test_a_handle_takes_inference_mode(algorithm: Algorithm) -> None:
+def test_a_handle_takes_inference_mode() -> None:
     rank = torch.distributed.get_rank()
 
     def trained(mode: Callable[[], AbstractContextManager[object]]) -> Tensor:
         model = DistributedDataParallel(new_model())
         with mode():
-            sync = attach(model, algorithm)
+            sync = attach(model, POWER)
         optimizer = new_optimizer(model)
         train(model, optimizer, range(3), rank)
         with mode():

@@ -17,7 +17,7 @@ from thinwire.algorithms import PowerSGD
 from thinwire.local_sgd import LocalSGD
 from training import agreed, batch_of, flat, new_model, new_optimizer, train, train_step
 
-NUM_BATCHES = [(2, 7), (5, 0), (0, 0), (5, 2, 4)]
+NUM_BATCHES = [(2, 7), (0, 0), (5, 2, 4)]
 
 
 @pytest.mark.parametrize("by_contributors", [False, True], ids=["by initial size", "by contributors"])
@@ -92,7 +92,7 @@ def test_in_a_join_context(by_contributors: bool) -> None:
 def test_early_termination_raises_on_all_processes() -> None:
     model, process_rank = new_model(), dist.get_rank()
     optimizer = new_optimizer(model)
-    told = ["Detected at least one rank that exhausted inputs", "Rank 1 exhausted all inputs."][process_rank]
+    words = ["Detected at least one rank that exhausted inputs", "Rank 1 exhausted all inputs."][process_rank]
     local = LocalSGD(model, optimizer, every_steps=2)
-    with pytest.raises(RuntimeError, match=told), local, Join([local], throw_on_early_termination=True):
+    with pytest.raises(RuntimeError, match=words), local, Join([local], throw_on_early_termination=True):
         train(model, optimizer, range(4 - 2 * process_rank))

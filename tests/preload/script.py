@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if dist.get_rank() == 0:
-        print("imported", sorted(name for name in sys.modules if name.split(".")[0] == "thinwire"))
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if "hook" in sys.argv:
         model.register_comm_hook(None, fp16_compress_hook)
+    if "eval" in sys.argv:
+        model.eval()
     if "attach" in sys.argv:
         import thinwire  # noqa: PLC0415
 

@@ -19,9 +19,8 @@ from rich.console import Console
 
 import thinwire
 from advice.ways import network
-from cli.test_cli import exit_code
 from commands import run_all
-from processes import in_each_process
+from processes import Typed, in_each_process
 from test_lab import real, undisturbed
 from thinwire.cli.probe import describe_streams, show
 from thinwire.errors import AgreementError, ConfigError
@@ -99,8 +98,12 @@ def test_it_is_the_same_on_every_process_and_in_time() -> None:
 
 def test_a_budget_of_nothing_and_a_single_process_are_refused() -> None:
     with group_of_one():
-        for budget, told in ((0, "must be above 0"), (math.nan, "must be above 0"), (1, "at least 2, got 1")):
-            with pytest.raises(ConfigError, match=told):
+        for budget, message in (
+            (0, "must be above 0"),
+            (math.nan, "must be above 0"),
+            (1, "at least 2, got 1"),
+        ):
+            with pytest.raises(ConfigError, match=message):
                 probe(budget_seconds=budget)
 
 
@@ -138,13 +141,10 @@ def test_the_rate_is_told_by_messages_that_differ_for_sure() -> None:
     assert found.bytes_per_second == pytest.approx(8000 / 0.005)
 
 
-def test_outside_of_a_job_it_says_in_one_line_how_to_start_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code(monkeypatch, "probe", "--json") == 2
-    printed = capsys.readouterr()
-    assert "torchrun --nproc-per-node 2 --no-python thinwire probe" in printed.err
-    assert (printed.err.count("\n"), printed.out) == (1, "")
+def test_outside_of_a_job_it_says_in_one_line_how_to_start_it(typed: Typed) -> None:
+    done = typed("probe", "--json")
+    assert "torchrun --nproc-per-node 2 --no-python thinwire probe" in done.stderr
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
 
 
 def example() -> Probe:
@@ -175,7 +175,7 @@ def test_between_sizes_it_is_linear() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"version": 2}, "version 2, expected 1"),
         ({"timings": []}, "timings must be two or more"),
@@ -186,12 +186,12 @@ def test_between_sizes_it_is_linear() -> None:
         ({"wire_factors": {"all_gather": 0.5}}, "wire_factors must be a number of at least 1"),
     ],
 )
-def test_what_is_no_probe_is_refused(changed: dict[str, object], told: str, tmp_path: Path) -> None:
+def test_what_is_no_probe_is_refused(changed: dict[str, object], message: str, tmp_path: Path) -> None:
     path, whole = tmp_path / "probe.json", example().to_json()
     with pytest.raises(ConfigError, match=r"probe\.json can't be read: No such file .*; give a saved probe"):
         Probe.load(path)
     changed_text = json.dumps(json.loads(whole) | changed)
-    for text, reason in (("", ""), ("[]", ""), (whole[:99], "measure again"), (changed_text, told)):
+    for text, reason in (("", ""), ("[]", ""), (whole[:99], "measure again"), (changed_text, message)):
         path.write_text(text)
         with pytest.raises(ConfigError, match=f"is not what `thinwire probe --save` writes.*{reason}"):
             Probe.load(path)

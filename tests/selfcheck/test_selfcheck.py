@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cli.test_cli import exit_code
 from commands import run_job
-from processes import in_each_process
+from processes import Typed, in_each_process
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.checks import CHECKS, CheckContext
 from thinwire.selfcheck.device import ALGORITHMS, RANKS, measure
@@ -24,10 +23,10 @@ def test_all_is_well_here() -> None:
     run, _ = run_job("thinwire", "check", "--json")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    told = json.loads(run.stdout)
-    assert told["checks"] == len(CHECKS) >= 12
-    assert told["failed_on_processes"] == {}
-    assert told["setting"].startswith("2 processes, gloo, cpu")
+    page = json.loads(run.stdout)
+    assert page["checks"] == len(CHECKS) >= 12
+    assert page["failed_on_processes"] == {}
+    assert page["setting"].startswith("2 processes, gloo, cpu")
 
 
 def doubled(patch: pytest.MonkeyPatch) -> None:
@@ -115,13 +114,14 @@ OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040)"
 
 
 def test_where_there_is_no_gpu_it_says_why_what_serves_instead_and_what_it_costs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     def init() -> None:
         raise RuntimeError(f"{OLD_DRIVER}. Please update your GPU driver.")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert exit_code(monkeypatch, "check", "--device=cuda") == 2
+    done = typed("check", "--device=cuda")
     instead = "Thinwire then uses the CPU, which takes many times as long: measure it with --device cpu"
-    assert capsys.readouterr().err == f"thinwire: --device cuda found no GPU: {OLD_DRIVER}; {instead}\n"
+    expected = f"thinwire: --device cuda found no GPU: {OLD_DRIVER}; {instead}\n"
+    assert (done.returncode, done.stderr) == (2, expected)

@@ -67,14 +67,6 @@ def hooked_step(state: object, hook: Any, group: dist.ProcessGroup | None = None
     step(model)
 
 
-def epfl_step(model: nn.Module, **settings: Any) -> epfl.PowerSGD:
-    config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
-    aggregator = epfl.PowerSGD(model.parameters(), config, **settings)
-    step(model)
-    epfl.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1), aggregator)
-    return aggregator
-
-
 def another_version() -> None:
     with patch.object(bucket_plans, "__version__", "9.9.9" if is_odd() else thinwire.__version__):
         ddp_step()
@@ -91,24 +83,16 @@ def other_hook_in_a_new_group() -> None:
 
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
-    "other buckets": (  # the size is obeyed from the first step on only if there may be unused parameters
-        lambda: ddp_step(ddp={"bucket_cap_mb": 0.005 if is_odd() else 25, "find_unused_parameters": True}),
-        "0 with 0.weight, 0.bias, 2.weight, 2.bias, process 1 has bucket 0 with 2.bias",
-    ),
     "other settings of DDP": (
         lambda: ddp_step(ddp={"find_unused_parameters": is_odd()}),
         "process 0 has find_unused_parameters False, process 1 has find_unused_p",
     ),
     "a scaler on one": (
         lambda: ddp_step(grad_scaler=GradScaler("cpu") if is_odd() else None),
-        "process 0 has loss scale not known, process 1 has loss scale known",
+        "process 0 has no grad_scaler, process 1 has grad_scaler set",
     ),
     "another host check of a hook": (
         lambda: hooked_step(hooks.PowerSGDState(None, host_check=is_odd()), hooks.powerSGD_hook),
-        "process 0 has host_check False, process 1 has host_check True",
-    ),
-    "another host check of an aggregator": (
-        lambda: epfl_step(new_model(), host_check=is_odd()),
         "process 0 has host_check False, process 1 has host_check True",
     ),
     "another hook": (
@@ -176,15 +160,15 @@ DIFFERENCES = {
         before=lambda rank, sync: sync.use(Cast("bf16" if rank else "fp16")),
     ),
     "loaded a later state": Differs(
-        "process 0 has committed steps 0, process 1 has committed steps 3",
+        "process 0 has committed 0 steps, process 1 has committed 3 steps; process 0 has loaded a state with",
         before=lambda rank, sync: sync.load_state_dict(saved(3 * rank)),
     ),
     "loaded another state": Differs(  # as if both were of the same step
-        "process 1 has loaded state ",
+        "process 1 has loaded a state with checksum ",
         before=lambda rank, sync: sync.load_state_dict(saved(1 + rank) | {"step": 1}),
     ),
     "saved on one at the first step": Differs(
-        "calls differ: process 0 has call state_dict(), process 1 has call a step. Make the same calls",
+        "calls differ: state_dict() on process 0, a step on process 1. Make the same calls",
         before=lambda rank, sync: rank or sync.state_dict(),
     ),
 }
@@ -209,9 +193,7 @@ def test_a_difference_of_engines_is_told_on_all_members(differs: Differs) -> Non
     run_members(2, body)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [Quantize(bits=4), TopK(), PowerSGD(matrix_rank=8), Cast("bf16")], ids=str
-)
+@pytest.mark.parametrize("algorithm", [Quantize(bits=4), TopK(), PowerSGD(matrix_rank=8)], ids=str)
 @in_each_process(2)
 def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(algorithm: Algorithm) -> None:
     """Numba on one process only: few bits are decoded to the same bits, and it has no code for rank 8."""
@@ -229,8 +211,11 @@ def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(al
 @in_each_process(2)
 def test_memory_is_as_it_was_and_agreeing_processes_go_on() -> None:
     model = new_model()
-    aggregator = epfl_step(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
+    aggregator = epfl.PowerSGD(model.parameters(), config)
+    step(model)
+    epfl.optimizer_step(optimizer, aggregator)
     errors = aggregator.engine.state.memory[ERROR]
     before = {name: owed.clone() for name, owed in errors.items()}
     aggregator.sync.use(PowerSGD(matrix_rank=3 + dist.get_rank()))
@@ -246,7 +231,10 @@ def test_memory_is_as_it_was_and_agreeing_processes_go_on() -> None:
 
 @in_each_process(2)
 def test_unlike_buckets_are_refused_before_any_message() -> None:
-    """Though the first ones are alike: all that are new are compared before one is sent."""
+    """Though the first ones are alike: all that are new are compared before one is sent.
+
+    DDP obeys the size from the first step on only if there may be unused parameters.
+    """
     cap = 0.005 if is_odd() else 0.0001
     model, sync = attached(ddp={"bucket_cap_mb": cap, "find_unused_parameters": True})
     words = "bucket 1 with 2.weight, process 1 has bucket 1 with 0.bias, 2.weight"

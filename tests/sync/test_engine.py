@@ -129,31 +129,26 @@ def test_the_second_message_of_few_bits_leaves_when_the_next_bucket_comes(
 ) -> None:
     """Low rank sends those of all buckets as one; results are the same."""
     layout = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
+    ends = [InProcessTransport.group(2) for _ in range(2)]
 
-    def averaged(*, pipelined: bool) -> tuple[list[torch.Tensor], list[str]]:
-        """The means of the first member, and what it has sent."""
-        recordings = [Recording(transport) for transport in InProcessTransport.group(2)]
-
-        def body(rank: int) -> list[torch.Tensor]:
-            engine = Engine(
-                algorithm, recordings[rank], [parameter for bucket in layout for parameter in bucket]
-            )
+    def body(rank: int) -> None:
+        means = []
+        for pipelined, transports in zip((True, False), ends, strict=True):
+            recording = Recording(transports[rank])
+            engine = Engine(algorithm, recording, [parameter for (parameter,) in layout])
             flats = random_gradients(layout, num_workers=2, seed=0)[rank]
             buckets = [engine.open(bucket, flats[0].device) for bucket in layout]
-            recordings[rank].notes.clear()
+            recording.notes.clear()
             one = engine.begin(pipelined=pipelined)
             for bucket, flat in zip(buckets, flats, strict=True):
                 one.start(bucket, flat)
             assert one.finish()
             assert engine.plan.compression_ratio > 3
-            return flats
+            assert not pipelined or [note.collective for note in recording.notes] == order
+            means.append(flats)
+        assert all(map(torch.equal, *means))
 
-        means, _ = run_members(2, body)
-        return means, [note.collective for note in recordings[0].notes]
-
-    (means, sent), (expected, _) = averaged(pipelined=True), averaged(pipelined=False)
-    assert sent == order
-    assert all(map(torch.equal, means, expected))
+    run_members(2, body)
 
 
 def test_a_bucket_in_flight_is_not_started_in_another_step() -> None:
@@ -201,15 +196,10 @@ def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
     assert engine.reporter.stats().steps == 1
 
 
-def test_finish_without_start_is_refused_and_counts_nothing() -> None:
+def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
     engine = Engine(PowerSGD(matrix_rank=2), noting())
     with pytest.raises(StepError, match="without start"):
         engine.begin().finish()
-    assert engine.reporter.stats().steps == 0
-
-
-def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
-    engine = Engine(PowerSGD(matrix_rank=2), noting())
     step(engine)
     flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
     bucket = engine.open(buckets()[0], flat.device)
@@ -263,10 +253,8 @@ def _own_settings() -> dict[tuple[str, str], str]:
     "settings",
     [
         {("generic", "all"): "tf32"},
-        {("generic", "all"): "tf32", ("cuda", "matmul"): "tf32"},
         {("generic", "all"): "tf32", ("cuda", "all"): "tf32", ("mkldnn", "matmul"): "ieee"},
         {("cuda", "all"): "tf32", ("mkldnn", "all"): "bf16"},
-        {("generic", "all"): "ieee", ("mkldnn", "matmul"): "bf16"},
     ],
     ids=str,
 )
@@ -329,26 +317,23 @@ def test_the_relative_error_is_the_residual_over_what_was_to_send(
     algorithm: Algorithm, scale: float | None
 ) -> None:
     """Under any scaling and number of iterations; and saving, which averages the residual, keeps it."""
-    settings = Settings(None if scale is None else (lambda device: torch.tensor(scale)))
-    engines = [Engine(algorithm, transport, settings=settings) for transport in InProcessTransport.group(2)]
-    layout = (spec("weight", 49, 25),)  # a square number of elements
+    loss_scale = None if scale is None else (lambda device: torch.tensor(scale))
+    layout = [(spec("weight", 49, 25),)]  # a square number of elements
+    simulation = Simulation(algorithm, layout, num_workers=2, loss_scale=loss_scale)
+    memories = [engine.state.memory[ERROR] for engine in simulation.engines]
     for seed in range(3):
-        residuals = [
-            engine.state.memory[ERROR].get("weight", torch.zeros(49 * 25)).clone() for engine in engines
-        ]
-        gradients = random_gradients([layout], num_workers=2, seed=seed)
-        steps = [[(layout, flat.clone().mul_(scale or 1.0))] for (flat,) in gradients]
-        assert all(run_members(2, lambda rank: engines[rank].average(steps[rank])))  # noqa: B023 - at once
-    for engine, before, (flat,) in zip(engines, residuals, gradients, strict=True):
-        stats = engine.reporter.stats()
-        (relative_error,), (error_norm,) = stats.relative_error.values(), stats.error_norm.values()
-        residual_norm = engine.state.memory[ERROR]["weight"].norm().item()
-        assert 0.1 < relative_error < 1
-        assert relative_error == pytest.approx(residual_norm / (flat + before).norm().item(), rel=1e-4)
-        assert error_norm == pytest.approx(residual_norm, rel=1e-4)
-    before_saving = [engine.reporter.stats().relative_error for engine in engines]
-    run_members(2, lambda rank: engines[rank].state_dict())
-    assert [engine.reporter.stats().relative_error for engine in engines] == before_saving
+        residuals = [memory.get("weight", torch.zeros(49 * 25)).clone() for memory in memories]
+        gradients = random_gradients(layout, num_workers=2, seed=seed)
+        assert simulation.step([[flat * (scale or 1.0)] for (flat,) in gradients])
+    found = [sync.stats() for sync in simulation.syncs]
+    for stats, memory, before, (flat,) in zip(found, memories, residuals, gradients, strict=True):
+        residual_norm = memory["weight"].norm().item()
+        assert 0.1 < stats.relative_error["weight"] < 1
+        assert stats.error_norm["weight"] == pytest.approx(residual_norm, rel=1e-4)
+        expected = residual_norm / (flat + before).norm().item()
+        assert stats.relative_error["weight"] == pytest.approx(expected, rel=1e-4)
+    simulation.state_dicts()
+    assert [sync.stats().relative_error for sync in simulation.syncs] == [s.relative_error for s in found]
 
 
 def test_the_seed_decides_the_first_factors() -> None:
@@ -394,18 +379,11 @@ def test_a_handle_and_its_stats_are_printed_with_the_ratio_of_what_is_sent() -> 
     simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
     sync = simulation.syncs[-1]
     assert str(sync).endswith("\nso far: no step yet")
-    for seed in range(3):
-        gradients = random_gradients(buckets(), num_workers=2, seed=seed)
-        if seed == 1:
-            gradients[0][0][0] = torch.nan
-        simulation.step(gradients)
-    stats, lines = sync.stats(), str(sync).splitlines()
-    assert stats.compression_ratio > 5
-    assert "3 steps, 1 of them not finite" in str(sync)
-    assert f"relative error of the last step: {min(stats.relative_error.values()):.2f}" in str(stats)
+    simulation.step(random_gradients(buckets(), num_workers=2, seed=0))
+    lines = str(sync).splitlines()
     assert lines[0] == "PowerSGD(matrix_rank=2) over 2 processes, of which this is 1"
     assert lines[1].startswith("plan: 3 of 7 parameters compressed, 25,308 bytes per step become 2,572: ")
-    assert "in 9 messages (6 rounds), in place of 75,924 bytes: compression ratio 9.8" in str(stats)
+    assert "in 3 messages (2 rounds), in place of 25,308 bytes: compression ratio 9.8" in str(sync.stats())
 
 
 # Parts of a model in steps of their own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,24 +205,12 @@ def damaged(state: Any, draw: random.Random) -> Any:
     return draw.choice([*plain, torch.zeros(3), torch.zeros(())])
 
 
-def sharded(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The states of four processes as if of two replicas of two shards, cut along the first dimension."""
-    for state in states:
-        cut = {name: ((2 * shape[0], *shape[1:]), 0) for name, shape in state["parameters"] if shape}
-        layout = state["layout"] | {"local_rank": state["layout"]["rank"] % 2, "local_size": 2}
-        scalars = {"parameters": tuple(pair for pair in state["parameters"] if pair[1])}
-        errors = {"error": tuple(pair for pair in state["error"] if pair[1].dim())}
-        yield {**state, **scalars, **errors, "layout": {**layout, "cuts": tuple(cut.items())}}
-
-
-@pytest.mark.parametrize("kind", ["flat", "machines", "shards"])
-def test_damaged_states_are_refused_in_words_or_merged(kind: str) -> None:
-    simulation = (pairs if kind == "machines" else flat)(POWER)
+@pytest.mark.parametrize("made", [flat, pairs])
+def test_damaged_states_are_refused_in_words_or_merged(made: Callable[[Algorithm], Simulation]) -> None:
+    simulation = made(POWER)
     run(simulation, range(2))
     states = [sync.local_state_dict() for sync in simulation.syncs]
-    if kind == "shards":
-        states = list(sharded(states))
-    assert residual_norm(merge(copy.deepcopy(states))) > 0
+    assert residual(merge(copy.deepcopy(states))).norm() > 0
     draw, refused = random.Random(0), 0
     for _ in range(100):
         some = list(states)
@@ -233,7 +221,3 @@ def test_damaged_states_are_refused_in_words_or_merged(kind: str) -> None:
         except StateError:
             refused += 1
     assert refused > 50
-
-
-def residual_norm(state: dict[str, Any]) -> float:
-    return sum(float(tensor.norm()) for _, tensor in state["error"])

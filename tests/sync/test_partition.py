@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import cycle
-from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -19,8 +18,6 @@ from thinwire.comm import InProcessTransport
 from thinwire.errors import CommunicationError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
-from thinwire.sync import engine_of
-from thinwire.sync.partition import Partitioner
 
 Buckets = Sequence[tuple[ParameterSpec, ...]]
 
@@ -142,21 +139,6 @@ def test_results_plus_residual_are_the_sum_of_true_means_over_every_change(entry
     assert gap.norm() <= max(entry.tolerance, 1e-5) * true.norm()
 
 
-def test_a_residual_that_is_taken_is_its_mean_over_the_machine_and_can_be_put_back() -> None:
-    sim = machines(Quantize(bits=2, error_feedback=True), LAYERS)
-    sim.step(random_gradients(sim.buckets, num_workers=4, seed=0))
-    names = [each.name for bucket in LAYERS for each in bucket]
-    expected, states = errors(sim), [engine_of(sync).state for sync in sim.syncs]
-    taken = [{name: cast(torch.Tensor, state.take_error(name)) for name in names} for state in states]
-    flat = torch.stack([torch.cat([*each.values()]) for each in taken]).double()
-    torch.testing.assert_close(flat.mean(0), expected)
-    assert not any(state.error_norm() for state in states)
-    for state, of_process in zip(states, taken, strict=True):
-        for name, error in of_process.items():
-            state.put_error(name, error)
-    torch.testing.assert_close(errors(sim), expected)
-
-
 @one_of_each_kind
 def test_a_resumed_run_goes_on_to_the_same_bits(entry: Entry) -> None:
     first = machines(entry.algorithm, buckets())
@@ -186,19 +168,6 @@ def test_each_process_remembers_its_part(algorithm: Algorithm) -> None:
     parts = [engine.state.memory_bytes() for engine in several.engines[:4]]
     assert whole <= sum(parts) <= 1.05 * whole
     assert max(parts) <= 1.5 * whole / 4 + 64  # six matrices for four processes
-
-
-def test_whole_matrices_are_divided_evenly() -> None:
-    """Of a GPT-2: the embedding, and 12 layers of four matrices and as many vectors."""
-    model = [spec("wte", 50_257, 768), spec("wpe", 1024, 768)]
-    for layer in range(12):
-        shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072), (768,)]
-        model += [spec(f"{layer}.{number}", *shape) for number, shape in enumerate(shapes)]
-    for num in (2, 3, 4):
-        ranges = Partitioner(PowerSGD(), num, tuple(model)).of(tuple(model))
-        loads = [sum(of_spec[rank].stop - of_spec[rank].start for of_spec in ranges) for rank in range(num)]
-        assert sum(loads) == sum(parameter.numel for parameter in model)
-        assert max(loads) <= 1.3 * sum(loads) / num
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD(matrix_rank=2)], ids=str)

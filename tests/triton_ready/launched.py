@@ -83,9 +83,11 @@ def put_aside(cubin: bytes) -> int:
     """Count the stores to a thread's own memory in what the GPU would get."""
     with tempfile.TemporaryDirectory() as folder:
         (path := Path(folder, "kernel.cubin")).write_bytes(cubin)
-        told = subprocess.run([CUOBJDUMP, "-sass", path], capture_output=True, text=True, check=True).stdout
-    assert " EXIT" in told
-    return told.count(" STL")
+        assembly = subprocess.run(
+            [CUOBJDUMP, "-sass", path], capture_output=True, text=True, check=True
+        ).stdout
+    assert " EXIT" in assembly
+    return assembly.count(" STL")
 
 
 def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **settings: Any) -> None:

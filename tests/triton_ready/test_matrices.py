@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from catalog import spec
+from gpu_ready.counting import by_triton
+from gpu_ready.test_values import SCALE, run
+from gpu_ready.test_values import assert_near as assert_runs_near
 from kernel_calls import Drawing, asked, assert_near, check_a_step, iteration, wanted
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
@@ -15,9 +18,7 @@ from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import MatrixGroup, Rows, Write
 from thinwire.kernels.torch_kernels import LOW_RANK as PYTORCH
 from thinwire.kernels.triton.triton_kernels import LOW_RANK as TRITON
-from thinwire.kernels.triton.triton_kernels import SPLIT_ROWS, TABLES
-from thinwire.plan import ParameterSpec
-from thinwire.simulation import Simulation
+from thinwire.kernels.triton.triton_kernels import SPLIT_ROWS
 from thinwire.tensors import accelerators
 from triton_ready.interpreting import quiet
 
@@ -78,11 +79,7 @@ def test_forgotten_residuals_and_several_terms() -> None:
 
 @pytest.mark.parametrize(
     ("matrix_rank", "length"),
-    [
-        (3, 40),
-        pytest.param(3, 1030, marks=pytest.mark.long),
-        pytest.param(17, 20, marks=pytest.mark.long),
-    ],
+    [(3, 40), pytest.param(3, 1030, marks=pytest.mark.long), pytest.param(17, 20, marks=pytest.mark.long)],
 )
 def test_bases_are_those_of_pytorch(matrix_rank: int, length: int) -> None:
     """Of several lengths, with a dependent row, a dead one that is replaced, and one that is not."""
@@ -132,56 +129,27 @@ def test_what_a_step_leaves_is_written_as_by_pytorch(healthy: bool | None) -> No
         assert torch.equal(one, other)
 
 
-@pytest.fixture
-def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = replace(
-        dispatch.TRITON,
-        serves=lambda device, dtype, matrix_rank: dtype in TRITON.gradient_types,
-        load=lambda: TABLES,
-    )
-    monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
-    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
-
-
-def simulated(
-    algorithm: Algorithm, dtype: torch.dtype, **settings: Any
-) -> tuple[list[torch.Tensor], Simulation]:
-    """The means of four steps, of which the second is not finite."""
-    shapes = {"first": (20, 24), "bias": (7,), "second": (17, 32)}
-    specs = [ParameterSpec.of(name, torch.empty(shape, dtype=dtype)) for name, shape in shapes.items()]
-    simulation = Simulation(algorithm, [tuple(specs)], num_workers=2, **settings)
-    draw, means = Drawing(), []
-    for step in range(4):
-        given = [[draw(sum(spec.numel for spec in specs)).to(dtype)] for _ in range(2)]
-        if step == 1:
-            given[1][0][3] = torch.inf
-        simulation.step(given)
-        means.append(given[0][0].float())
-    return means, simulation
-
-
-SCALED: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(8.0)}
-FEEDBACK = Quantize(bits=4, rounding="stochastic", error_feedback=True)
-RUNS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any]]] = {
-    "fp32": (PowerSGD(matrix_rank=2), torch.float32, {"host_check": False}),
-    "fp16, scaled": (PowerSGD(matrix_rank=2), torch.float16, SCALED),
-    "few bits, fp16, scaled": (FEEDBACK, torch.float16, SCALED),
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.usefixtures("by_triton")
-def test_runs_are_those_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm, dtype, settings = RUNS[name]
-    got, after = simulated(algorithm, dtype, **settings)
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "settings"),
+    [
+        (PowerSGD(matrix_rank=2), torch.float32, {"host_check": False}),
+        (PowerSGD(matrix_rank=2), torch.float16, {"loss_scale": lambda device: SCALE}),
+        (
+            Quantize(bits=4, rounding="stochastic", error_feedback=True),
+            torch.float16,
+            {"loss_scale": lambda device: SCALE},
+        ),
+    ],
+)
+def test_runs_are_those_of_pytorch(
+    algorithm: Algorithm, dtype: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    expected, before = simulated(algorithm, dtype, **settings)
-    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert one.isnan().all() == other.isnan().all() == (step == 1)
-        assert step == 1 or (one - other).norm() < (2e-3 if dtype == torch.float16 else 1e-4) * other.norm()
-    errors = [dict(simulation.state_dicts()[0]["error"]) for simulation in (before, after)]
-    assert errors[0].keys() == errors[1].keys() >= {"first", "second"}
-    for label, error in errors[0].items():
-        assert (error - errors[1][label]).norm() <= 2e-3 * error.norm() + 1e-6
-    assert after.syncs[0].stats().compression_ratio > 1.5
+    shapes = {"first": (20, 24), "bias": (7,), "second": (17, 32)}
+    layout = [tuple(spec(name, *shape, dtype=dtype) for name, shape in shapes.items())]
+    of_pytorch = run(algorithm, layout, **settings)
+    with by_triton():
+        of_triton = run(algorithm, layout, **settings)
+    assert_runs_near(of_triton, of_pytorch, 2e-3)

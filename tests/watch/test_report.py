@@ -32,21 +32,10 @@ def watched(
     return path
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("recorded")
-    return [
-        watched(folder / "low.jsonl", PowerSGD(matrix_rank=2)),
-        watched(folder / "half.jsonl", Cast("fp16")),
-    ]
-
-
-@pytest.fixture(scope="module")
-def report(recorded: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page on both: to draw its pictures takes a second."""
-    output = tmp_path_factory.mktemp("report") / "report.html"
-    write_report(recorded, output)
-    return output.read_text()
+@pytest.fixture
+def recorded(tmp_path: Path) -> list[Path]:
+    runs = {"low": PowerSGD(matrix_rank=2), "half": Cast("fp16")}
+    return [watched(tmp_path / f"{name}.jsonl", algorithm) for name, algorithm in runs.items()]
 
 
 def checked(page: str) -> str:
@@ -59,11 +48,13 @@ def checked(page: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
-def test_it_tells_what_was_watched(report: str) -> None:
-    told, relative_error = checked(report), "relative error, mean of all layers"
+def test_it_tells_what_was_watched(recorded: list[Path], tmp_path: Path) -> None:
+    write_report(recorded, tmp_path / "report.html")
+    report = (tmp_path / "report.html").read_text()
+    text, relative_error = checked(report), "relative error, mean of all layers"
     algorithms = ["PowerSGD(matrix_rank=2)", "Cast(dtype='fp16')"]
     for words in (*algorithms, "2 runs", relative_error, "ms exposed / waiting / arithmetic", "0.5"):
-        assert words in told
+        assert words in text
     # Held-out loss is one number, and in the table.
     axes = Counter(re.findall(r">(loss|steps|heldout loss|relative error.*?)</text>", report))
     assert axes == {"loss": 1, "steps": 2, relative_error: 1}
@@ -76,8 +67,8 @@ def test_it_tells_what_was_watched(report: str) -> None:
 def test_runs_of_one_name_are_told_apart_and_names_are_text_and_not_code(tmp_path: Path) -> None:
     code = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
     paths = [watched(tmp_path / f"{n}.jsonl", Cast("fp16"), name=code, steps=2) for n in range(2)]
-    told = checked(report_page([read_run(path) for path in paths]))
-    assert all(f"{code} ({path})" in told for path in paths)
+    text = checked(report_page([read_run(path) for path in paths]))
+    assert all(f"{code} ({path})" in text for path in paths)
 
 
 def test_damage_is_told_on_the_page_and_beside_it_and_that_another_run_was_resumed(
@@ -88,11 +79,11 @@ def test_damage_is_told_on_the_page_and_beside_it_and_that_another_run_was_resum
     resumed = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=4)
     watched(resumed, Cast("fp16"), steps=6)
     write_report([cut, resumed], tmp_path / "report.html")
-    told = checked((tmp_path / "report.html").read_text())
-    assert f"{resumed.stem}: resumed 1×; steps made twice are shown once." in told
+    text = checked((tmp_path / "report.html").read_text())
+    assert f"{resumed.stem}: resumed 1×; steps made twice are shown once." in text
     damage = read_run(cut).damage
     assert damage is not None
-    assert damage in told
+    assert damage in text
     assert capsys.readouterr().err == f"thinwire: {cut}: {damage}\n"
 
 

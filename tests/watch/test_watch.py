@@ -195,21 +195,16 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "lines", "told"),
+    ("old", "new", "lines", "message"),
     [
         (r"(?s).{5}\Z", "", 7, "it is cut off"),
         (r"\Z", "\x00\x00\n", 8, "Expecting value"),
         (r"\Z", "[]\n", 8, "expected an object whose kind is one of run, plan, step, norms, log"),
-        (
-            r"\Z",
-            '{"kind": "run", "process_rank": 1}\n',
-            8,
-            "it is of process 1, the first of process 0",
-        ),
+        (r"\Z", '{"kind": "run", "process_rank": 1}\n', 8, "it is of process 1, the first of process 0"),
     ],
 )
 def test_a_damaged_file_is_read_up_to_the_damage(
-    old: str, new: str, lines: int, told: str, path: Path
+    old: str, new: str, lines: int, message: str, path: Path
 ) -> None:
     text = watched(path).read_text()
     assert text.count("\n") == 8
@@ -217,7 +212,7 @@ def test_a_damaged_file_is_read_up_to_the_damage(
     run = read_run(path)
     assert run.damage is not None
     assert run.damage.startswith(f"reading stopped at line {lines + 1}: ")
-    assert told in run.damage
+    assert message in run.damage
     assert 1 + len(run.plans) + len(run.steps) == lines
 
 
@@ -226,7 +221,7 @@ OTHER = b'{"kind": "run", "step": 0, "format": 3, "process_rank": 0}\n'
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "No such file"),
         (b"", "it is empty"),
@@ -237,13 +232,15 @@ OTHER = b'{"kind": "run", "step": 0, "format": 3, "process_rank": 0}\n'
         (OTHER.replace(b"3", b"5"), "has format 5, but this Thinwire release has format 4; pass"),
     ],
 )
-def test_what_is_no_record_is_refused_and_not_continued(content: bytes | None, told: str, path: Path) -> None:
+def test_what_is_no_record_is_refused_and_not_continued(
+    content: bytes | None, message: str, path: Path
+) -> None:
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read_run(path)
     if content:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             Watch(simulation().syncs[0], path)
         assert path.read_bytes() == content
 

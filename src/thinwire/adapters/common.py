@@ -180,10 +180,8 @@ _look_at_steps = cache(partial(register_optimizer_step_pre_hook, _refuse_step_in
 # Messages at the start: how much is sent, and what would go wrong silently.
 
 ALONE = (
-    "nothing is averaged: this process is alone in its group. If others train with it, start all of them as "
-    "one job, on each machine: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
-    "HOST:29500 train.py; accelerate launch takes --num_machines, --num_processes, --machine_rank and "
-    "--main_process_ip"
+    "nothing is averaged: this process is alone in its group. If others train with it, start all as one job "
+    "(docs/clusters.md), such as torchrun --nnodes 2 … or accelerate launch --num_machines 2 …"
 )
 
 

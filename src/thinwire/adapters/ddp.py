@@ -33,7 +33,14 @@ from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
-from thinwire.torch_private import at_end_of_backward, backward_pass, comm_hooks, ddp_parameters, running_node
+from thinwire.torch_private import (
+    at_end_of_backward,
+    backward_pass,
+    comm_hooks,
+    ddp_parameters,
+    not_compiled,
+    running_node,
+)
 
 PATIENCE_SECONDS = 10.0
 ONE_EACH = "make one state for each model"  # advice in errors
@@ -242,6 +249,7 @@ class DDPAdapter:
         if self._used is not None:
             self._used.remove()
 
+    @not_compiled
     def _check_finished(self) -> None:
         """Ensure that a backward pass ends even if some of its buckets were never ready.
 
@@ -347,6 +355,7 @@ class Switch:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = weakref.ref(model)
+        self._transport = _transport_of(model)  # now: `free` may come after `destroy_process_group`
 
     def free(self) -> None:
         """Average as DDP would without a hook, from the next pass on."""
@@ -354,7 +363,7 @@ class Switch:
             ddp_model.unguard(model)
             if (adapter := self.adapter_now()) is not None:
                 adapter.remove_hooks()
-            adapter = DDPAdapter(Engine(AllReduce(), _transport_of(model)), model)
+            adapter = DDPAdapter(Engine(AllReduce(), self._transport), model)
             self.adapter_now, self.taken_by = lambda: adapter, ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> ddp_model.DetachedAdapter:
@@ -382,6 +391,7 @@ def switched(
     return switch
 
 
+@not_compiled
 def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
     """Run the current adapter on a bucket: the hook that is registered with DDP."""
     adapter = state.adapter_now()  # the same one throughout a pass

@@ -11,9 +11,25 @@ import torch
 from torch import nn
 
 from thinwire.errors import StepError
-from thinwire.torch_private import children_and_parameters, counted_step, note_step
+from thinwire.torch_private import (
+    children_and_parameters,
+    counted_step,
+    has_step_hooks,
+    not_compiled,
+    note_step,
+)
 
 ParameterDict = dict[str, nn.Parameter | None]
+
+
+def why_whole(optimizer: torch.optim.Optimizer) -> str:
+    """Return why a step can't be split: its hooks would run for each part; "" if it can."""
+    if not has_step_hooks(optimizer):
+        return ""
+    return (
+        f"{type(optimizer).__name__} has step hooks, and overlap_forward splits each step into several; "
+        "remove the hooks, and leave out LocalSGD and DiLoCo, which add some"
+    )
 
 
 class DeferredOptimizer:
@@ -31,6 +47,8 @@ class DeferredOptimizer:
 
         def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
             kind = type(optimizer).__name__
+            if why := why_whole(optimizer):  # hooks may be new
+                raise StepError(why)
             if closure is not None:
                 raise StepError(f"{kind}.step(closure) can't be deferred; call backward(), then step()")
             # A scaler makes a fused optimizer unscale during the call.
@@ -44,7 +62,7 @@ class DeferredOptimizer:
                 self._defer()
 
         # A bound method, as learning-rate schedulers expect.
-        self.optimizer.step = MethodType(counted_step(step), self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.step = MethodType(counted_step(not_compiled(step)), self.optimizer)  # type: ignore[method-assign]
 
     def check_called(self) -> None:
         """Raise if this optimizer's `step()` was not called yet."""

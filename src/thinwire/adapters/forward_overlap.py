@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.adapters.common import contributor_scales, log_start, new_engine
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
 from thinwire.adapters.ddp_model import guard, names_in, unaveraged
-from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all
+from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all, why_whole
 from thinwire.algorithms import Algorithm, Bucket, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.algorithms.requests import AllGather
@@ -42,7 +42,6 @@ from thinwire.torch_private import (
     at_end_of_backward,
     backward_pass,
     children_and_parameters,
-    has_step_hooks,
     is_compiled,
     put_parameters,
     version_of,
@@ -60,11 +59,13 @@ def overlap_forward(
     """Send low-bit means during the next forward pass too, and step each layer when it is read.
 
     Use it in place of `thinwire.attach` if communication takes most of the time. The training loop stays as
-    it is, and every number is the same: nothing is one step late. `optimizer.step()` averages and sends. Each
-    parameter is stepped, with the learning rate of that call, before it is read through its module: in the
-    forward pass, in `parameters()`, `state_dict()`, `copy.deepcopy`. The optimizer's `state_dict()` steps all
-    first, as does the handle's `flush()`: call that before you read a tensor that you hold, or the
-    optimizer's `state`.
+    it is, and every number is the same: nothing is one step late. (A step averages once; if gradients
+    accumulate outside `no_sync()`, `attach` averages each pass, and so rounds more often.)
+
+    `optimizer.step()` averages and sends. Each parameter is stepped, with the learning rate of that call,
+    before it is read through its module: in the forward pass, in `parameters()`, `state_dict()`,
+    `copy.deepcopy`. The optimizer's `state_dict()` steps all first, as does the handle's `flush()`: call that
+    before you read a tensor that you hold, or the optimizer's `state`.
 
     Call it on every process that trains the model. Each process sends for itself, even on a shared machine.
 
@@ -161,11 +162,8 @@ def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch
                 f"{kind.__name__} may step parameters together, but overlap_forward steps them one by one; "
                 "use an optimizer of torch.optim other than LBFGS, or use thinwire.attach"
             )
-        if has_step_hooks(optimizer):
-            raise AttachError(
-                f"{kind.__name__} has step hooks, and overlap_forward splits each step into several; remove "
-                "the hooks"
-            )
+        if why := why_whole(optimizer):
+            raise AttachError(why)
         for group in optimizer.param_groups:
             stepped |= {id(tensor) for tensor in group["params"] if tensor.requires_grad}
     trained = {id(tensor): name for name, tensor in model.named_parameters() if tensor.requires_grad}

@@ -19,7 +19,7 @@ from thinwire.comm.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync, engine_of
 from thinwire.tensors import accelerators
-from thinwire.torch_private import comm_hooks, divide_by_all_members, leave_join
+from thinwire.torch_private import comm_hooks, divide_by_all_members, leave_join, not_compiled
 
 
 @contextmanager
@@ -136,6 +136,7 @@ class _Counter(Joinable):
         self._model = model
         self.scale = torch.ones(1, dtype=accelerators.widest_dtype(model.device), device=model.device)
 
+    @not_compiled
     def count(self, *unused: Any) -> None:
         """Notify the join context, before each forward pass, and store how many processes contribute."""
         # In place: the adapters hold this tensor.

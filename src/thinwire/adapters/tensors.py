@@ -28,6 +28,7 @@ from thinwire.sync.handle import not_copied
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.sync.weights import Weight, multiply
 from thinwire.tensors import accelerators
+from thinwire.torch_private import not_compiled
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]
 
@@ -79,6 +80,7 @@ class GradientListAdapter(Joinable):
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
 
+    @not_compiled
     @torch.inference_mode(False)
     @torch.no_grad()
     def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:

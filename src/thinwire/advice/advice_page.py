@@ -109,6 +109,9 @@ class Advice:
             for name, text in self.lines.items()
             for line in ("", f"{name}:", *(f"    {code}" for code in text.splitlines()))
         ]
+        if pasted and self.shards is None:
+            command = f"thinwire attach --algorithm '{self.best.name}' -- torchrun … train.py …"
+            pasted = ["", "Without code:", f"    {command}", *pasted]
         page = [*self.headline, "", *self._table(), "", LEGEND.format(sender=sender), ""]
         return "\n".join([*page, *self._why(), *self.notes, "", *self._sources(), *pasted])
 

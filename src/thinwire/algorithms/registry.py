@@ -100,9 +100,10 @@ def parsed(text: str) -> Algorithm | dict[str, Any]:
     if name == AUTO and not values:
         return settings
     if name not in kinds:
-        alike = get_close_matches(name, [*kinds, AUTO], n=1)
+        spelled = {known.lower(): known for known in (*kinds, AUTO)}
+        alike = get_close_matches(name.lower(), spelled, n=1)
         raise ConfigError(
-            f"{text!r} names no algorithm; {f'did you mean {alike[0]}?' if alike else expected}"
+            f"{text!r} names no algorithm; {f'did you mean {spelled[alike[0]]}?' if alike else expected}"
         )
     try:
         return kinds[name](*values, **settings)

@@ -93,5 +93,8 @@ def _write_what_is_left() -> None:
 
 
 def _fail(message: str, *, code: int) -> NoReturn:
-    print(f"thinwire: {message}", file=sys.stderr)
+    # Imported here: it needs torch, whose import takes seconds.
+    from thinwire.launch import say_once  # noqa: PLC0415
+
+    say_once(f"thinwire: {message}")
     sys.exit(code)

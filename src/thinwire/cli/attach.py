@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from thinwire.cli.common import check_output
+from thinwire.cli.common import check_output, make_folder
 from thinwire.errors import ConfigError
 from thinwire.preload.settings import Options
 
@@ -21,7 +21,8 @@ def attach(
         default_factory=list, metavar="-- COMMAND…", help="Any training command.", show_default=False
     ),
     *,
-    bits: int | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
+    # Text, so that what is no number is refused in one line, as every other value is.
+    bits: str | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
     algorithm: str | None = typer.Option(
         None, metavar="TEXT", help='As in Python, such as "PowerSGD(matrix_rank=4)".'
     ),
@@ -51,21 +52,18 @@ def attach(
     if (bits is not None) + (algorithm is not None) + auto > 1:
         raise ConfigError("expected one of --bits, --algorithm and --auto, got several; leave the others out")
     if algorithm is None:
-        algorithm = "auto()" if auto else f"Quantize(bits={4 if bits is None else bits})"
+        algorithm = "auto()" if auto else f"{'4' if bits is None else bits} bits"
     # Absolute paths: processes may change their folder before they read these.
     records, folder = (None if path is None else str(path.resolve()) for path in (watch, checkpoint))
     options = Options(algorithm, records, folder, strict)
     program = shutil.which(command[0])
     if program is None:
         raise ConfigError(f"there is no command {command[0]!r}; nothing was started")
-    for option, needed in (("--watch", watch and watch.parent), ("--checkpoint", checkpoint)):
-        try:
-            if needed is not None:
-                needed.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"{needed} can't be made ({error.strerror})"
-            raise ConfigError(f"{option}: {why}; nothing was started") from error
+    if watch is not None and not watch.parent.is_dir():
+        make_folder("--watch", watch.parent)
     check_output("--watch", watch)
+    if checkpoint is not None:
+        make_folder("--checkpoint", checkpoint)
     environment = os.environ | options.environment()
     _check_installed(program, environment)
     os.execve(program, command, environment)

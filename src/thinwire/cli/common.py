@@ -85,11 +85,28 @@ def joined_job(
 
 def check_output(option: str, path: Path | None) -> None:
     """Raise before the work if a file can't be written after it; `option` is its name, such as "--save"."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+    if path is None:
+        return
+    if path.is_dir():
         why = "it is a folder; give a file"
-        if not path.is_dir():
-            why = f"there is no folder {path.parent}; make it first"
-        raise ConfigError(f"{option} {path} can't be written: {why}")
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}; make it first"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied; give another file"
+    else:
+        return
+    raise ConfigError(f"{option} {path} can't be written: {why}")
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder for files, with its parents; raise if that, or a file in it, is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        why = None if os.access(folder, os.W_OK) else "permission denied"
+    except OSError as error:
+        why = "it is a file" if folder.exists() else error.strerror
+    if why is not None:
+        raise ConfigError(f"{option}: no file can be made in {folder}: {why}; give another folder")
 
 
 def tell_without_numba() -> None:

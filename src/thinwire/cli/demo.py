@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.common import exit_if_stopped, tell_without_numba
+from thinwire.cli.common import exit_if_stopped, make_folder, tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
 from thinwire.demo.train import ALGORITHMS, DemoOptions
@@ -57,7 +57,7 @@ def demo(
         seed=seed,
         output=output,
     )
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder("--output", output)
     console = Console(highlight=False, soft_wrap=True)
     paths = run_algorithms(options, console)
     # From the files, so that the user can repeat it, also with other runs.

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 Description: TypeAlias = Mapping[str, str]
-"""A member's description of itself, by subject."""
+"""What a member has, by subject: an error reads "process 0 has {subject} {text}", or "has no {subject}"."""
 
 ALGORITHM = "algorithm"
 CALL = "call"  # the subject for the call that a member makes; if it differs, all else may differ
@@ -103,33 +103,42 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
     # A member in a different call differs in everything else too: report only the call.
     if CALL in differing:
         raise AgreementError(
-            f"{purpose}: calls differ: {_who_has_what(everyone, CALL)}. Make the same calls on every "
+            f"{purpose}: calls differ: {_calls(everyone)}. Make the same calls on every "
             "process, in the same order; nothing was changed"
         )
     if ALGORITHM in differing:  # its settings follow, which other algorithms do not have
         differing = differing[: differing.index(ALGORITHM) + 1]
     listed = [_who_has_what(everyone, subject) for subject in differing[:MAX_SUBJECTS]]
     if len(differing) > MAX_SUBJECTS:
-        listed.append(f"and {len(differing) - MAX_SUBJECTS} differences more")
+        listed.append(f"and {len(differing) - MAX_SUBJECTS} more differences")
     raise AgreementError(
         f"{purpose}: {'; '.join(listed)}. "
         "Give all processes the same model, algorithm, state and packages; nothing was changed"
     )
 
 
+def _calls(everyone: Sequence[Description]) -> str:
+    holders = _holders(everyone, CALL).items()
+    return ", ".join(f"{call or 'another call'} on {_named(who)}" for call, who in holders)
+
+
 def _who_has_what(everyone: Sequence[Description], subject: str) -> str:
+    return ", ".join(
+        f"{_named(who)} {'has' if len(who) == 1 else 'have'} "
+        + (f"no {subject}" if what is None else f"{subject} {what}")
+        for what, who in _holders(everyone, subject).items()
+    )
+
+
+def _holders(everyone: Sequence[Description], subject: str) -> dict[str | None, list[int]]:
+    """Return the processes by what they say of a subject."""
     holders: dict[str | None, list[int]] = defaultdict(list)
     for process, description in enumerate(everyone):
         holders[description.get(subject)].append(process)
-    return ", ".join(
-        f"{_named(who)} no {subject}" if what is None else f"{_named(who)} {subject} {what}"
-        for what, who in holders.items()
-    )
+    return holders
 
 
 def _named(processes: Sequence[int]) -> str:
     shown = ", ".join(map(str, processes[:MAX_MEMBERS]))
-    if len(processes) == 1:
-        return f"process {shown} has"
     num_more = len(processes) - MAX_MEMBERS
-    return f"processes {shown} and {num_more} more have" if num_more > 0 else f"processes {shown} have"
+    return f"process{'es' * (len(processes) > 1)} {shown}" + (f" and {num_more} more" if num_more > 0 else "")

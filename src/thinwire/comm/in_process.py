@@ -94,6 +94,9 @@ class _Member(Generic[Result]):
 
     def _run(self, body: Callable[[], Result], grad_enabled: bool) -> None:
         _current.member = self
+        # Torch applies `set_num_threads` to a new thread only when asked. Until then its matrix products use
+        # a thread for each core: on one core, a small model's step takes a hundred times as long.
+        torch.get_num_threads()
         try:
             with torch.set_grad_enabled(grad_enabled):  # each thread has its own mode
                 self.results.append(body())

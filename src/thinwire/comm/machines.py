@@ -131,14 +131,13 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     made, key = made_of(transport.group), tuple(tuple(sorted(row)) for row in rows)
     if key not in made:
         is_whole_job = transport.size == dist.get_world_size()
-        # If not all of the job make a group, torch names it by the process's number of groups.
-        known = [] if is_whole_job else gather_numbers([num_groups()], transport, PURPOSE)
-        if any(count != known[0] for count in known):
-            return None, (
-                "processes know different numbers of process groups, so PyTorch can't make groups of a part "
-                "of the job, and each process sends by itself; pass machines= as a mesh of two dimensions, "
-                "(machines, processes of each)"
-            )
+        if not is_whole_job:
+            # Torch names a group of a part of the job by how many groups its process is in. If rank 0 had one
+            # for its logs, ranks 0 and 1 would wait for each other under different names; so those in fewer
+            # groups make groups of themselves.
+            most = max(count for (count,) in gather_numbers([num_groups()], transport, PURPOSE))
+            while num_groups() < most:
+                dist.new_group([dist.get_rank()], use_local_synchronization=True)
         made[key] = list(_new_groups(transport, key, is_whole_job=is_whole_job))
     return _machines(made[key], transport, key), ""
 
@@ -273,7 +272,7 @@ def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[i
         wrong = f"processes {ranks[:8]} have one host name, but LOCAL_WORLD_SIZE is {listed}"
     raise AgreementError(
         f"the launcher's variables don't define machines: {wrong}; pass machines=[[…], …], the ranks on "
-        "each machine, or set GROUP_RANK to the number of each process's machine"
+        "each machine, or set GROUP_RANK to each machine's number"
     )
 
 

@@ -41,10 +41,8 @@ Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 WHY_IN_A_FIXED_GROUP = (
-    "A process died, stalled or sent a different message; or it had fewer batches (then train inside "
-    "thinwire.join); or it did not make a call that every process must make (attach, use, state_dict, "
-    "load_state_dict); or the backend does not support this dtype. Look for the first error among all "
-    "processes"
+    "A process died, stalled or sent a different message; it had fewer batches (use thinwire.join), or "
+    "missed a call (attach, use, state_dict); or the backend lacks this dtype. Look for the first error"
 )
 WHY_IN_A_CHANGING_GROUP = (
     "A member died, did not respond within the timeout, lost its connection, or aborted the averaging "

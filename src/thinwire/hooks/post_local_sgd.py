@@ -19,6 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.hooks.stateless import cast_in, checked_state, sent_mean
 from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
+from thinwire.torch_private import not_compiled
 from thinwire.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
     return averaged(state, bucket, None)
 
 
+@not_compiled
 def averaged(
     state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:

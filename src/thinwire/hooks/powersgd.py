@@ -25,6 +25,7 @@ from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import StepOptions
 from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save
 from thinwire.sync.stats import Stats
+from thinwire.torch_private import not_compiled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,6 +37,20 @@ class HookOptions(StepOptions, total=False):
     """Options of `thinwire.attach` that torch's state does not have."""
 
     grad_scaler: GradScaler | Callable[[], float] | None
+
+
+SETTABLE = (
+    "process_group",
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "use_error_feedback",
+    "warm_start",
+    "orthogonalization_epsilon",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+    "iter",
+)
 
 
 def _setting(name: str) -> property:
@@ -70,7 +85,8 @@ class PowerSGDState(HookState):
     `matrix_approximation_rank`, `start_powerSGD_iter`, `min_compression_rate`, `use_error_feedback` and
     `warm_start` can be set between steps, to the same value on every process. They take effect from the next
     step on, and the residual is kept. `compression_stats_logging_frequency` can be set at any time,
-    `process_group` before the first step. One state serves one hook on one model.
+    `process_group` and `iter` (where the count of steps begins) before the first step. One state serves one
+    hook on one model.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -158,6 +174,32 @@ class PowerSGDState(HookState):
         counts = self._adapter.engine.reporter.counts()
         return counts.steps - counts.nonfinite_steps
 
+    @iter.setter
+    def iter(self, value: int) -> None:
+        step = whole_count("iter", value, minimum=0)
+        if self._adapter is not None:
+            raise ConfigError(
+                "iter can't be set after the first step, where it counts the steps; set start_powerSGD_iter "
+                "to start compression earlier or later"
+            )
+        self._loaded = self.state_dict() | {"step": step}
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # As in torch, whose state has slots: a name without effect would be accepted otherwise.
+        if not (name.startswith("_") or name in SETTABLE):
+            raise AttributeError(
+                f"{name} can't be set on a PowerSGDState; its settings have the names of its arguments, its "
+                "memory is in state_dict()"
+            )
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # which would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"a PowerSGDState has no {name}; its memory is in state_dict(), its statistics are in stats()"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         # An unused state may be pickled, to send it to the processes that will use it.
         if self._adapter is not None:
@@ -242,6 +284,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     return low_rank(BatchedPowerSGD, state, bucket, None)
 
 
+@not_compiled
 def low_rank(
     kind: type[PowerSGD] | type[BatchedPowerSGD], state: object, bucket: GradBucket, wire: WireDtype | None
 ) -> Future[torch.Tensor]:

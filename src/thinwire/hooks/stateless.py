@@ -19,6 +19,7 @@ from thinwire.comm import Layout, ProcessGroupTransport, agree, future_of
 from thinwire.errors import ConfigError
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import attached
+from thinwire.torch_private import not_compiled
 from thinwire.version import __version__
 
 MAX_CODE = 255  # of 8 bits
@@ -178,6 +179,7 @@ def sent_mean(
     return future_of(work, lambda: flat if message is flat else flat.copy_(message))
 
 
+@not_compiled
 def averaged(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:
@@ -193,6 +195,7 @@ def averaged(
     return sent_mean(flat, wire_dtype, transport, f"a bucket of {flat.numel()} gradients")
 
 
+@not_compiled
 def _in_8_bits(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, scaled_elements: int | None
 ) -> Future[torch.Tensor]:
@@ -264,6 +267,6 @@ def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Te
     # A reference to the group itself: a later group may have the same name.
     agreed = (weakref.ref(transport.group), how, sizes)
     if parameters[0] not in _agreed or _agreed[parameters[0]] != agreed:
-        description = {"thinwire": __version__, "algorithm": how, "parameters": repr(sizes)}
+        description = {"thinwire": __version__, "algorithm": how, "parameters": f"of sizes {sizes}"}
         agree(transport, description, "a bucket's first step")
         _agreed[parameters[0]] = agreed

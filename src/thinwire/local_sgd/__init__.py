@@ -1,7 +1,19 @@
 """Averaging less often: local SGD, post-local SGD, hierarchical averaging and DiLoCo.
 
-An `averager` counts the steps of a loop. When its `schedule` says so, a `membership` averages the tensors of
-a `contributor` over a group: one that never changes, or (`elastic_membership`) whoever is there.
+```
+optimizer.step()                    training_loop: a hook calls the averager after each step
+ └ ModelAverager._after_step        averager: counts the step; when the schedule says so:
+    ├ Membership.start              finds the members and compares their statuses
+    │  └ ModelChanges.send          the change since the last average, scaled, to an engine: a PendingAverage
+    ├ Membership.advance            with a delay: sends later rounds while training continues
+    └ Membership.finish             waits for the means
+       └ ModelChanges.apply         outer step on the last averages; the model is set to them
+```
+
+`LocalSGD` (local_sgd.py) has a `StaticMembership`: a group that never changes. `elastic.LocalSGD` and
+`elastic.Steps` (elastic_members.py, steps.py) have an `ElasticMembership`: whoever is there. It averages the
+tensors of an `ElasticContributor`: a model's changes (elastic_changes.py), or the gradients of one step. A
+`Group` (groups/) finds the members; a `MachineGroup` makes several processes one member.
 """
 
 from thinwire.local_sgd.local_sgd import DiLoCo, LocalSGD

@@ -1,17 +1,22 @@
-"""Admission of members to an averaging: all refuse the same members, those whose settings differ."""
+"""Who takes part in an averaging: all members decide alike, from the statuses of all.
+
+A *lineage* is a digest of the averagings behind a model, and of their members. Members average only models of
+one lineage; the others start again from the state of a member that has it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from thinwire.comm import gather_bytes
 from thinwire.comm.agreement import check_same
 from thinwire.errors import AgreementError, LeftError, StepError
-from thinwire.local_sgd.contributor import Contributor
+from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import described_together
 from thinwire.local_sgd.inner_optimizers import InnerSettings, difference
@@ -20,6 +25,7 @@ from thinwire.local_sgd.member_status import MemberStatus
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
+NUMBER_BITS = 52  # a float64 holds every integer of this many bits
 
 
 class TryAgainError(Exception):
@@ -30,19 +36,29 @@ class TooFewError(TryAgainError):
     """There are too few members; wait for others."""
 
 
+class RefusedError(Exception):
+    """This member is refused: it leaves, and raises `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Admission:
-    """Decides from the statuses of all members who takes part; refused members leave with an error.
+    """Decides from the statuses of all members, the same on all, who takes part in an averaging.
 
     Raises:
+        RefusedError: On a member that is refused.
         TryAgainError: On the other members, which try again without the refused ones.
     """
 
-    def __init__(self, group: Group, contributor: Contributor, kind: str, leave: Callable[[], None]) -> None:
-        self._group, self._contributor, self._kind, self._leave = group, contributor, kind, leave
+    def __init__(self, group: Group, contributor: ElasticContributor, kind: str) -> None:
+        self._group, self._contributor, self._kind = group, contributor, kind
         self._warned = ""  # the last warning about its optimizers' settings
 
     def check_number(self, statuses: Sequence[MemberStatus]) -> None:
-        """Check `min_members` first: if it differed, some would send, and others ask for a quorum again."""
+        """Refuse members with another `min_members`, and wait if there are fewer members than that."""
+        # If it differed, some would send, and others ask for a quorum again.
         own = self._group.min_members
         needed = [status.min_members for status in statuses if not status.is_new]
         usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
@@ -53,7 +69,6 @@ class Admission:
         self._refuse([status.min_members != usual for status in statuses], "have other min_members", error)
         if len(statuses) < own:
             if statuses[self._group.control.rank].is_leaving:
-                self._leave()
                 raise LeftError(
                     f"this member has left the group, and too few members are left ({len(statuses)} of "
                     f"min_members={own}) to take over its unsent changes"
@@ -62,13 +77,16 @@ class Admission:
             there = "1 member is" if len(statuses) == 1 else f"{len(statuses)} members are"
             raise TooFewError(f"{there} present, but min_members={own} are needed")
 
-    def check(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
-        """Refuse values that are not finite, and other optimizer settings. Collective if some differ."""
+    def check_finite(self, statuses: Sequence[MemberStatus]) -> None:
+        """Refuse members whose values are not finite."""
         error = StepError(
             "this member's parameters, buffers or gradients are not finite (inf or NaN); nothing was "
             "averaged, and it has left. Find what diverged, then restart it: it receives the others' model"
         )
         self._refuse([not status.is_finite for status in statuses], "are not finite", error)
+
+    def check_optimizers(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
+        """Refuse members with other optimizer settings, or warn them. Collective if some differ."""
         # Newcomers receive the others' settings.
         old = [rank for rank, status in enumerate(statuses) if not status.is_new]
         if len({statuses[rank].inner_settings for rank in old}) < 2:
@@ -86,9 +104,8 @@ class Admission:
         if not others:
             return
         words = (
-            f"{difference(own, everyone[usual])} at step {statuses[usual].step}, as if a schedule counted "
-            "each member's own steps; let the schedule count `steps` of this context, which a joining "
-            "member receives"
+            f"{difference(own, everyone[usual])} at step {statuses[usual].step}: a schedule must count "
+            "`steps` of this context, not its own"
         )
         if not self._contributor.tolerates_other_settings:
             refused = StepError(f"{words}. This member was refused and has left; the others continue")
@@ -119,9 +136,27 @@ class Admission:
     def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
         """Make some members leave with an error, and the others try again without them."""
         if are_refused[self._group.control.rank]:
-            # Leave before raising: the others ask for a quorum now, and must not wait for this member.
-            self._leave()
-            raise error
+            raise RefusedError(error)
         ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
         if ranks:
             raise TryAgainError(f"members {ranks} {why}, and are refused")
+
+
+def next_lineage(lineage: int, quorum_id: int, statuses: Sequence[MemberStatus]) -> int:
+    """Return the lineage after an averaging: the same on all members of its quorum, and on no others."""
+    # The quorum's number is not enough: a restarted lighthouse counts from the beginning.
+    members = [status.member for status in statuses]
+    digest = hashlib.sha256(f"{lineage} {quorum_id} {members}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
+
+
+def kept_lineage(statuses: Sequence[MemberStatus]) -> int:
+    """Return the lineage that all continue from; members of another one must start again."""
+    lineages = [status.lineage for status in statuses]
+    committed = {status.doubt for status in statuses if status.doubt}.intersection(lineages)
+    if committed:  # a member has committed the averaging that others are in doubt of
+        return min(committed)
+    # Newcomers have no vote: they would count the member that sent them its model twice.
+    counts = Counter([status.lineage for status in statuses if not status.is_new] or lineages)
+    # All members see the same rows, so all choose the same one: the most frequent, or the first of these.
+    return max(counts, key=lambda lineage: counts[lineage])

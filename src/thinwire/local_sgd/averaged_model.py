@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,11 @@ class AveragedModel:
     shows_average: bool = False  # whether it holds the last average now, not its own values
     loads: LoadedWeights = field(default_factory=LoadedWeights)  # inside the context
 
+    @cached_property
+    def device(self) -> torch.device:
+        """The model's device; if it is on several, that of its first averaged tensor."""
+        return self.tensors()[0].tensor.device
+
     def tensors(self) -> list[Averaged]:
         """Return the averaged tensors as they are now: trainable parameters, and with `buffers` saved floats.
 
@@ -83,7 +89,7 @@ class AveragedModel:
 
     def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
         """Return the transport of the group, and that of the subgroup if there is one."""
-        device, ddp, replicas = self.tensors()[0].tensor.device, self.ddp, self.replica.replicas
+        device, ddp, replicas = self.device, self.ddp, self.replica.replicas
 
         def transport_of(processes: Any) -> Transport:
             return processes if isinstance(processes, Transport) else ProcessGroupTransport(processes, device)

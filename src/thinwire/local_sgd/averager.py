@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm
-from thinwire.errors import LeftError, StepError
-from thinwire.local_sgd.contributor import Contributor
-from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps
+from thinwire.errors import ConfigError, LeftError, StepError
+from thinwire.local_sgd.elastic_contributor import ElasticContributor
+from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps, with_wrapped
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import warn_of_momentum
 from thinwire.local_sgd.saved_state import LoadedState
-from thinwire.local_sgd.training_loop import after_each_step
+from thinwire.local_sgd.training_loop import after_each_step, warn_of_uncounted_steps
 from thinwire.sync import GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
+from thinwire.torch_private import takes_step_hooks
+
+# By parameter, the averager whose context was entered last. Weak keys and values, which release the model.
+_averager_of: MutableMapping[torch.Tensor, ref[Averager]] = WeakTensorKeyDictionary()
 
 
 class Averager(AbstractContextManager[Any]):
@@ -38,11 +44,11 @@ class Averager(AbstractContextManager[Any]):
         observers: Called after every step, with True.
     """
 
-    def __init__(self, contributor: Contributor, membership: Membership) -> None:
+    def __init__(self, contributor: ModelChanges | ElasticContributor, membership: Membership) -> None:
         super().__init__()
         self._contributor, self._membership = contributor, membership
         self._model, self._optimizers = contributor.model, contributor.optimizers
-        self._engine = contributor.engines[0]
+        self._engine = contributor.engines.main
         self.sync: GradientSync = self._model.replica.sync_of(self._engine)
         self.observers: list[Callable[[bool], None]] = []
         self._attached = ExitStack()
@@ -82,6 +88,19 @@ class Averager(AbstractContextManager[Any]):
     def counts(self) -> Stats:
         """Return `stats()` without errors; see `Engine.counts`."""
         return self._engine.reporter.counts()
+
+    def _refuse_nested(self) -> None:
+        """Raise if another open context averages the model, or a part of it."""
+        averaged = self._model.tensors()
+        for item in averaged:
+            other = _averager_of[item.tensor]() if item.tensor in _averager_of else None
+            if other is not None and other._is_inside:
+                raise ConfigError(
+                    f"{item.name} is averaged already, by the {type(other).__name__} whose context is open; "
+                    "leave that context first, or use only one of the two (LocalSGD also averages within a "
+                    "machine: subgroup=)"
+                )
+        _averager_of.update((item.tensor, ref(self)) for item in averaged)
 
     def _tell_observers(self) -> None:
         for observer in tuple(self.observers):  # a copy: an observer may remove itself when called
@@ -186,9 +205,14 @@ class ModelAverager(Averager):
     @contextmanager
     def _in_loop(self) -> Iterator[None]:
         """Count the steps of the user's loop inside this context."""
-        loads = self._model.loads.noted(self.module, self._optimizers, self._model.fragments.checksum)
-        silent = silent_steps(self._optimizers, self._engine.transport)
-        with loads, silent, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
+        stepped = [list(filter(takes_step_hooks, with_wrapped(optimizer))) for optimizer in self._optimizers]
+        optimizers = list(chain(*stepped))
+        with (
+            self._model.loads.noted(self.module, optimizers, self._model.fragments.checksum),
+            silent_steps(optimizers, self._engine.transport),
+            warn_of_uncounted_steps(self.module, optimizers, lambda: self._contributor.steps_here),
+            after_each_step(stepped[-1], self._grad_scaler, self._after_own_step),
+        ):
             yield
 
     def _after_own_step(self) -> None:
@@ -207,7 +231,6 @@ class ModelAverager(Averager):
 
     def _average_if_due(self) -> None:
         changes, membership, schedule = self._contributor, self._membership, self._schedule
-        is_delayed = schedule.is_delayed(changes.steps)
         if membership.is_open and changes.age >= schedule.streaming.delay_steps:
             with self._collective("a step"):
                 membership.finish()
@@ -216,8 +239,8 @@ class ModelAverager(Averager):
                 membership.advance()
         if not membership.is_open and changes.is_due():
             with self._collective("a step"):
-                membership.start(is_delayed=is_delayed)
-                if not is_delayed:
+                membership.start()
+                if not schedule.is_delayed(changes.steps):
                     membership.finish()
 
     @contextmanager
@@ -228,7 +251,7 @@ class ModelAverager(Averager):
         self._check_momentum(stacklevel=4)
         try:
             # The step may run under autocast, which would round the arithmetic on changes.
-            with full_precision(self._contributor.device):
+            with full_precision(self._model.device):
                 yield
         except BaseException:
             self._membership.abandon()

@@ -22,13 +22,15 @@ from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import Averager, ModelAverager
+from thinwire.local_sgd.elastic_changes import ElasticChanges
+from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import MachineGroup
 from thinwire.local_sgd.groups.state_transfer import plain
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
-from thinwire.local_sgd.member_status import MembershipStats
-from thinwire.local_sgd.model_changes import ModelChanges, engines_of
+from thinwire.local_sgd.membership_stats import MembershipStats
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import members_of
@@ -43,6 +45,7 @@ MANY_STEPS = 30
 class Member(Averager):
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
 
+    _contributor: ElasticContributor
     _membership: ElasticMembership
 
     @property
@@ -77,6 +80,7 @@ class Member(Averager):
         membership = self._membership
         if self._model.entered:
             raise StepError("this context was already entered; create a new one")
+        self._refuse_nested()
         with ExitStack() as attached:
             attached.callback(membership.leave)
             if self._loaded is not None:
@@ -94,7 +98,7 @@ class Member(Averager):
             if membership.group.leaves_on_sigterm and in_main_thread:
                 attached.enter_context(_on_sigterm(self.leave))
             # If asked to leave while waiting for others: the first step raises, and ends the loop as usual.
-            with suppress(LeftError), full_precision(self._contributor.device):
+            with suppress(LeftError), full_precision(self._model.device):
                 membership.average()
             self._is_inside = True
             attached.enter_context(self._in_loop())
@@ -120,7 +124,7 @@ class Member(Averager):
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
         """
         self._check_inside("state_dict()")
-        with full_precision(self._contributor.device):
+        with full_precision(self._model.device):
             state: dict[str, Any] = plain(self._membership.state(self._membership.save()))
         return copy.deepcopy(state)
 
@@ -183,6 +187,8 @@ class LocalSGD(ModelAverager, Member):
         GradientError: The algorithm can't average a parameter.
     """
 
+    _contributor: ElasticChanges
+
     def __init__(
         self,
         model: nn.Module,
@@ -214,7 +220,7 @@ class LocalSGD(ModelAverager, Member):
         # If each process has a part, a mean is finite only if all parts are.
         health_group = group.inside if group.has_parts else None
         engines = engines_of(averaged, schedule, algorithm, group.transport, health_group)
-        changes = ModelChanges(averaged, schedule, engines, optimizers, group)
+        changes = ElasticChanges(averaged, schedule, engines, optimizers, group)
         super().__init__(changes, ElasticMembership(group, changes, type(self).__name__), grad_scaler)
 
     def __str__(self) -> str:
@@ -260,7 +266,7 @@ class LocalSGD(ModelAverager, Member):
             # Inside this block: its end leaves the group, and the last averaging must come before.
             if kind is None and is_left and not self.has_left:
                 self._model.loads.check()
-                with suppress(LeftError), full_precision(changes.device):
+                with suppress(LeftError), full_precision(self._model.device):
                     if self._membership.is_open:
                         self._membership.finish()
                     self.leave()

@@ -14,23 +14,27 @@ import torch
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import gather_numbers
 from thinwire.errors import CommunicationError, LeftError
-from thinwire.local_sgd.admission import Admission, TooFewError, TryAgainError
-from thinwire.local_sgd.contributor import Contribution, Contributor
-from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.groups.machine_group import BrokenMemberError, in_all_processes
-from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
-from thinwire.local_sgd.inner_optimizers import digest, inner_settings
-from thinwire.local_sgd.member_status import (
+from thinwire.local_sgd.admission import (
     NUMBER_BITS,
-    MembershipStats,
-    MemberStatus,
-    StatusGather,
-    count_changes,
+    Admission,
+    RefusedError,
+    TooFewError,
+    TryAgainError,
     kept_lineage,
     next_lineage,
+)
+from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.machine_group import (
+    BrokenMemberError,
+    in_all_processes,
     reduced_over_local_processes,
 )
+from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
+from thinwire.local_sgd.inner_optimizers import InnerSettings, digest, inner_settings
+from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 from thinwire.local_sgd.membership import Membership
+from thinwire.local_sgd.membership_stats import MembershipStats
 from thinwire.local_sgd.pending_average import PendingAverage
 
 logger = logging.getLogger(__name__)
@@ -59,24 +63,22 @@ class ElasticMembership(Membership):
     those who stay multiply their residual by new over old number, so that the mean stays the same.
     """
 
-    def __init__(self, group: Group, contributor: Contributor, kind: str) -> None:
-        super().__init__(contributor)
-        self.group = group
+    def __init__(self, group: Group, contributor: ElasticContributor, kind: str) -> None:
+        self.group, self._contributor = group, contributor
         self.stats = MembershipStats()
         self.is_leaving = False  # may be set: whether to leave after the next averaging
         # The committed averagings behind the model: a digest, and their number. Newcomers receive both.
         self.lineage = self.commits = 0
         self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
-        self._admission = Admission(group, contributor, kind, self.leave)
+        self._admission = Admission(group, contributor, kind)
         self._member = self._draw_number()
         # The number of members over which this residual is averaged; 0 for members that resume together.
-        self._error_members = 1
+        self._residual_members = 1
         self._agreed_changes = 0
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
         self._is_saving = False
         self._saved: dict[str, Any] | None = None
-        self._is_delayed = False
         group.provide = self._provided
         group.is_leaving = lambda: self.is_leaving
 
@@ -84,12 +86,11 @@ class ElasticMembership(Membership):
     def is_open(self) -> bool:
         return self._open is not None
 
-    def start(self, *, is_delayed: bool = False) -> None:
+    def start(self) -> None:
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to rejoin")
         if self.stats.averagings == 1:
             plain(self.state())  # check again: optimizers create their state in the first step
-        self._is_delayed = is_delayed
         self._repeated(self._start)
 
     def finish(self) -> None:
@@ -100,6 +101,11 @@ class ElasticMembership(Membership):
             raise LeftError(
                 "this member has left the group, after it handed its unsent changes to the others"
             )
+
+    def average(self) -> None:
+        """Average once with all members. Collective."""
+        self.start()
+        self.finish()
 
     def save(self) -> dict[str, Any]:
         """Return the engine's state, with the mean residual of all present members. Collective."""
@@ -117,7 +123,7 @@ class ElasticMembership(Membership):
 
     def resume_at(self, lineage: int, commits: int) -> None:
         """Set lineage and commits to those of a saved state, which other members may have loaded too."""
-        self.lineage, self.commits, self._error_members = lineage, commits, 0
+        self.lineage, self.commits, self._residual_members = lineage, commits, 0
         self.group.reset(commits)
 
     def leave(self) -> None:
@@ -131,14 +137,20 @@ class ElasticMembership(Membership):
         self.group.leave()
 
     def _repeated(self, attempt: Callable[[], None]) -> None:
-        """Repeat the attempt until it succeeds, or for the group's `wait_seconds`."""
+        """Repeat the attempt until it succeeds, or for the group's `wait_seconds`.
+
+        A member that ends leaves before it raises: the others ask for a quorum now, and must not wait for it.
+        """
         group, give_up_at, logged = self.group, math.inf, ""
         while True:
             try:
                 attempt()
                 return
-            except BrokenMemberError:
-                self.leave()  # immediately: the others must not wait for a member that ends
+            except RefusedError as refused:
+                self.leave()
+                raise refused.error from None
+            except (BrokenMemberError, LeftError):
+                self.leave()
                 raise
             except (CommunicationError, TryAgainError) as error:
                 now = time.monotonic()
@@ -170,7 +182,7 @@ class ElasticMembership(Membership):
             step = max(status.step for status in statuses)
             is_last = all(status.is_leaving for status in statuses)
             pending = in_all_processes(
-                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed, is_last=is_last),
+                lambda: contributor.start(tensors, scale, step, is_last=is_last),
                 group,
             )
         self._open = _Averaging(pending, lineage, statuses)
@@ -182,9 +194,9 @@ class ElasticMembership(Membership):
         opened, self._open = self._open, None
         try:
             if opened.pending is not None:
-                engine = self._contributor.engines[0]
+                engine = self._contributor.engines.main
                 with engine.clock.inside(engine.traffic):
-                    in_all_processes(opened.pending.send, self.group)
+                    in_all_processes(opened.pending.receive, self.group)
             purpose = "whether all have received everything"
             try:
                 gather_numbers([1.0], self.group.control, purpose)
@@ -206,139 +218,6 @@ class ElasticMembership(Membership):
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
             self._saved = in_all_processes(self._contributor.engine.state_dict, self.group)
 
-    def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
-        """Return the members of the next averaging, and this member's tensors, None to compute them again."""
-        group = self.group
-        start = time.perf_counter()
-        try:
-            group.start_quorum()
-        except LeftError:
-            self.leave()
-            raise
-        finally:
-            self.stats.quorum_seconds += time.perf_counter() - start
-        self._note_received()
-        is_new, contributor = group.received is not None, self._contributor
-        contribution = contributor.contribution()
-        # The contribution in case the others have committed the averaging in doubt.
-        behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
-        is_still_that, settings = not is_new and self._doubt is None, inner_settings(contributor.optimizers)
-        own = reduced_over_local_processes(
-            MemberStatus(
-                step=0 if is_new else contributor.steps,
-                weight=0.0 if is_new else contribution.weight,
-                is_finite=contribution.is_finite and behind.is_finite,
-                is_leaving=self.is_leaving,
-                is_new=is_new,
-                is_saving=self._is_saving,
-                member=self._member,
-                lineage=self.lineage if group.received is None else lineage_of(group.received),
-                doubt=0 if self._doubt is None else self._doubt.lineage,
-                weight_behind_doubt=behind.weight,
-                min_members=group.min_members,
-                error_norm=contributor.engine.state.error_norm(),
-                inner_settings=digest(settings),
-                averagings=self.stats.averagings,
-            ),
-            group,
-        )
-        statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
-        if is_new and not all(status.is_finite for status in statuses):
-            # It may come from a member that has diverged, whose optimizers have, too: receive another one.
-            group.received = None
-            group.reset()
-        # In this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start over:
-        # rank 0 waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
-        self._admission.check_number(statuses)
-        statuses = self._of_one_lineage(statuses)
-        self._admission.check(statuses, settings)
-        if self._agreed_changes != group.num_changes:
-            # Agree before adopting a state: a refused member has changed nothing. Scale the residual even if
-            # the averaging then fails: the next change of members starts from this number.
-            self._admission.agree(statuses)
-            self._join(statuses)
-            self._adopt()
-            # Members that resume from a state each have its mean residual; a newcomer has none.
-            before = self._error_members or sum(not status.is_new for status in statuses)
-            for engine in contributor.engines:
-                engine.regroup(group.control.size / before)
-            self._error_members = group.control.size
-            self._agreed_changes = group.num_changes
-        return statuses, contribution.tensors if is_still_that else None
-
-    def _join(self, statuses: Sequence[MemberStatus]) -> None:
-        """Give the other processes of this member what its first one has: the members, and their state."""
-        group, are_new = self.group, [status.is_new for status in statuses]
-        if group.has_parts and all(are_new):
-            # The member that sent its state to the first process has gone, and so have the other parts.
-            group.received = None
-            group.reset()
-            raise TryAgainError("no member is left that holds all parts of the model")
-        in_all_processes(lambda: group.join(are_new), group)
-
-    def _provided(self) -> Mapping[str, Any]:
-        """Return the state that a newcomer starts from."""
-        device = self._contributor.device
-        if device.type != "cpu":
-            # This runs on a torchft thread, whose stream does not wait for the training stream.
-            torch.accelerator.synchronize(device)
-        # Send the state it is about to load: its own model is not shared yet.
-        return self.state() if self.group.received is None else self.group.received
-
-    def _note_received(self) -> None:
-        """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
-        received = self.group.received
-        if received is None:
-            return
-        if self._doubt is not None and self._doubt.lineage == lineage_of(received):
-            # They have committed the averaging that this member had prepared. It commits it too, has their
-            # state then, and keeps its residual.
-            self._resolve_doubt(was_committed=True)
-        else:
-            self._member = self._draw_number()  # for the others, it is a new member
-
-    def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
-        """Return the members with their true lineage; members of another lineage must start again."""
-        kept = kept_lineage(statuses)
-        if self._doubt is not None:
-            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
-        statuses = tuple(
-            it._replace(lineage=kept, doubt=0, weight=it.weight_behind_doubt) if it.doubt == kept else it
-            for it in statuses
-        )
-        if any(status.lineage != kept for status in statuses):
-            if statuses[self.group.control.rank].lineage != kept:
-                self.group.received = None
-                self.group.reset()
-            raise TryAgainError(
-                "members come from different averagings, so some must restart from the others' state"
-            )
-        return statuses
-
-    def _resolve_doubt(self, *, was_committed: bool) -> None:
-        assert self._doubt is not None
-        doubt, self._doubt = self._doubt, None
-        if was_committed:
-            self.group.received = None
-            self._commit(doubt)
-        else:
-            doubt.abandon()
-
-    def _adopt(self) -> None:
-        received, contributor = self.group.received, self._contributor
-        if received is None:
-            return
-        lost = contributor.engine.state.error_norm()
-        # If a run resumes, the members that continued before this one have its residual.
-        if self.lineage and self._error_members:
-            owed = f", and its residual of norm {lost:g} is lost" if lost else ""
-            logger.warning("this member was away, so it restarts from the others' state%s", owed)
-            self.stats.lost_error += lost
-        contributor.start_from(contributor.check_state(received))
-        self.lineage, self.commits = lineage_of(received), received["members"]["commits"]
-        self._error_members = self.group.control.size
-        self.statuses, self.group.received = (), None
-
     def _commit(self, averaging: _Averaging) -> None:
         pending, _, statuses = averaging
         if pending is not None:
@@ -349,7 +228,7 @@ class ElasticMembership(Membership):
         step = max(status.step for status in statuses)
         self._contributor.commit(pending, step, len(statuses), may_be_empty=may_be_empty)
         self.stats.averagings += pending is not None
-        count_changes(self.stats, self.statuses, statuses)
+        self.stats.count(self.statuses, statuses)
         self.statuses = statuses
 
     def _hand_over(self, statuses: Sequence[MemberStatus]) -> None:
@@ -374,6 +253,150 @@ class ElasticMembership(Membership):
             if transport.rank in stayers:
                 for name, part in zip(names, arrived, strict=True):
                     errors[name].add_(part, alpha=1 / len(stayers))
+
+    # Who takes part.
+
+    def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
+        """Return the members of the next averaging, and this member's tensors, None to compute them again.
+
+        1. A quorum is formed; it may send this member the others' state, which replaces its own.
+        2. All exchange statuses. From these alone they refuse members, and choose the lineage to continue.
+        3. If the members have changed, they compare their settings, and newcomers load their state.
+        """
+        group, contributor = self.group, self._contributor
+        self._start_quorum()
+        is_new, was_in_doubt = group.received is not None, self._doubt is not None
+        contribution, settings = contributor.contribution(), inner_settings(contributor.optimizers)
+        statuses = self._gather_statuses(contribution, settings, is_new=is_new)
+        if is_new and not all(status.is_finite for status in statuses):
+            # It may come from a member that has diverged, whose optimizers have, too: receive another one.
+            self._start_over()
+        # In this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start over:
+        # rank 0 waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
+        self._admission.check_number(statuses)
+        statuses = self._of_one_lineage(statuses)
+        self._admission.check_finite(statuses)
+        self._admission.check_optimizers(statuses, settings)
+        if self._agreed_changes != group.num_changes:
+            # Agree before adopting a state: a refused member has changed nothing. Scale the residual even if
+            # the averaging then fails: the next change of members starts from this number.
+            self._admission.agree(statuses)
+            self._join(statuses)
+            self._agreed_changes = group.num_changes
+        return statuses, None if is_new or was_in_doubt else contribution.tensors
+
+    def _start_quorum(self) -> None:
+        """Wait for a quorum, and decide what a state from the others means."""
+        start = time.perf_counter()
+        try:
+            self.group.start_quorum()
+        finally:
+            self.stats.quorum_seconds += time.perf_counter() - start
+        received = self.group.received
+        if received is None:
+            return
+        if self._doubt is not None and self._doubt.lineage == lineage_of(received):
+            # They have committed the averaging that this member had prepared. It commits it too, has their
+            # state then, and keeps its residual.
+            self._resolve_doubt(was_committed=True)
+        else:
+            self._member = self._draw_number()  # for the others, it is a new member
+
+    def _gather_statuses(
+        self, contribution: Contribution, settings: InnerSettings, *, is_new: bool
+    ) -> tuple[MemberStatus, ...]:
+        group, contributor = self.group, self._contributor
+        # The contribution in case the others have committed the averaging in doubt.
+        behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
+        own = MemberStatus(
+            step=0 if is_new else contributor.steps,
+            weight=0.0 if is_new else contribution.weight,
+            is_finite=contribution.is_finite and behind.is_finite,
+            is_leaving=self.is_leaving,
+            is_new=is_new,
+            is_saving=self._is_saving,
+            member=self._member,
+            lineage=self.lineage if group.received is None else lineage_of(group.received),
+            doubt=0 if self._doubt is None else self._doubt.lineage,
+            weight_behind_doubt=behind.weight,
+            min_members=group.min_members,
+            error_norm=contributor.engine.state.error_norm(),
+            inner_settings=digest(settings),
+            averagings=self.stats.averagings,
+        )
+        own = reduced_over_local_processes(own, group)
+        return StatusGather(own, group.control, "who takes part in an averaging").read()
+
+    def _join(self, statuses: Sequence[MemberStatus]) -> None:
+        """Start with changed members: load a received state, and rescale the residual to their number."""
+        group, are_new = self.group, [status.is_new for status in statuses]
+        if group.has_parts and all(are_new):
+            # The member that sent its state to the first process has gone, and so have the other parts.
+            self._start_over()
+            raise TryAgainError("no member is left that holds all parts of the model")
+        # The member's first process has received the state: give it to the others.
+        in_all_processes(lambda: group.join(are_new), group)
+        if group.received is not None:
+            self._load(group.received)
+        # Members that resume from a state each have its mean residual; a newcomer has none.
+        before = self._residual_members or sum(not is_new for is_new in are_new)
+        for engine in self._contributor.engines.averaging():
+            engine.regroup(group.control.size / before)
+        self._residual_members = group.control.size
+
+    def _load(self, received: Mapping[str, Any]) -> None:
+        """Start from a state that the others have sent."""
+        contributor = self._contributor
+        lost = contributor.engine.state.error_norm()
+        # If a run resumes, the members that continued before this one have its residual.
+        if self.lineage and self._residual_members:
+            owed = f", and its residual of norm {lost:g} is lost" if lost else ""
+            logger.warning("this member was away, so it restarts from the others' state%s", owed)
+            self.stats.lost_error += lost
+        contributor.start_from(contributor.check_state(received))
+        self.lineage, self.commits = lineage_of(received), received["members"]["commits"]
+        self._residual_members = self.group.control.size
+        self.statuses, self.group.received = (), None
+
+    def _start_over(self) -> None:
+        """Let the next quorum send this member the others' state, in place of one already received."""
+        self.group.received = None
+        self.group.reset()
+
+    def _provided(self) -> Mapping[str, Any]:
+        """Return the state that a newcomer starts from."""
+        device = self._contributor.model.device
+        if device.type != "cpu":
+            # This runs on a torchft thread, whose stream does not wait for the training stream.
+            torch.accelerator.synchronize(device)
+        # Send the state it is about to load: its own model is not shared yet.
+        return self.state() if self.group.received is None else self.group.received
+
+    def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
+        """Return the members with their true lineage; members of another lineage must start again."""
+        kept = kept_lineage(statuses)
+        if self._doubt is not None:
+            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
+        statuses = tuple(
+            it._replace(lineage=kept, doubt=0, weight=it.weight_behind_doubt) if it.doubt == kept else it
+            for it in statuses
+        )
+        if any(status.lineage != kept for status in statuses):
+            if statuses[self.group.control.rank].lineage != kept:
+                self._start_over()
+            raise TryAgainError(
+                "members come from different averagings, so some must restart from the others' state"
+            )
+        return statuses
+
+    def _resolve_doubt(self, *, was_committed: bool) -> None:
+        assert self._doubt is not None
+        doubt, self._doubt = self._doubt, None
+        if was_committed:
+            self.group.received = None
+            self._commit(doubt)
+        else:
+            doubt.abandon()
 
     def _draw_number(self) -> int:
         """Return a number that no other member has, independent of seeds that the user's script sets."""

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.fragment import Averaged
 from thinwire.tensors.layout import local_tensor
-from thinwire.torch_private import num_messages, takes_step_hooks
+from thinwire.torch_private import not_compiled, num_messages, takes_step_hooks
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -104,11 +105,13 @@ def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transpo
     group = transport.group if isinstance(transport, ProcessGroupTransport) else None
     counts: dict[int, int | None] = {}  # of messages before the first step, None after it
 
+    @not_compiled
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Messages from inside a closure are gradients.
         if all(argument is None for argument in (*args[1:], *kwargs.values())):
             counts.setdefault(id(optimizer), num_messages(group))
 
+    @not_compiled
     def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
         count = counts.get(id(optimizer))
         counts[id(optimizer)] = None
@@ -155,9 +158,8 @@ class CopiesOfWeights:
                 if min(distances) < MAX_DISTANCE:
                     raise ConfigError(
                         f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
-                        "next step would undo the average; pass an optimizer without such a copy (instead "
-                        "of 16-bit weights, keep the model in fp32, with torch.autocast), or use "
-                        "thinwire.attach"
+                        "next step would undo the average; pass an optimizer without one (for 16-bit "
+                        "weights: an fp32 model with torch.autocast), or use thinwire.attach"
                     )
 
 
@@ -177,7 +179,7 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
     """Yield each tensor of an optimizer, or of one that it wraps: (where it is kept, parameter, tensor)."""
     parameters = parameters_of(optimizer)
     candidates: list[tuple[str, Sequence[torch.Tensor], object]] = []
-    for holder in (optimizer, *_inside(optimizer)):
+    for holder in with_wrapped(optimizer):
         for group in holder.param_groups:
             lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
             candidates += [(f"param_groups[…][{key!r}]", group["params"], lists[key]) for key in lists]
@@ -203,12 +205,10 @@ def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
                 yield where, parameter, tensor
 
 
-def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers that one wraps, from the outside in."""
-    for value in vars(optimizer).values():
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-            yield from _inside(value)
+def with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it wraps, from the outside in."""
+    wrapped = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer))
+    return [optimizer, *chain(*map(with_wrapped, wrapped))]
 
 
 def _by_parameter(

@@ -22,10 +22,11 @@ from thinwire.comm.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import ModelAverager
+from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.fragment import fragments_of
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.membership import StaticMembership
-from thinwire.local_sgd.model_changes import ModelChanges, engines_of
+from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
@@ -59,7 +60,8 @@ class LocalSGD(ModelAverager, Joinable):
             `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
             the result of `torch.compile` on either).
         optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
-            steps: the steps of the last one are counted. Their state is never averaged.
+            steps: the steps of the last one, or of one that it wraps (SAM), are counted. Their state is never
+            averaged.
         every_steps: Steps from one averaging over the group to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step, which moves the last averaged parameters along the mean change: a
@@ -88,7 +90,8 @@ class LocalSGD(ModelAverager, Joinable):
         sync: The handle of the averagings every `every_steps` steps: their plan, and `use`.
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        ConfigError: An argument is wrong, or the optimizer does not train this model. (On entry.) Another
+            open context averages the model, or a part of it.
         AttachError: There is no process group, or this process is not in it, or LocalSGD can't drive the DDP
             model, or the model's parameters have no values yet or are all frozen.
         GradientError: The algorithm can't average a parameter.
@@ -133,20 +136,21 @@ class LocalSGD(ModelAverager, Joinable):
         group, within = averaged.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        self._engines = engines_of(averaged, schedule, algorithm, group, replica.shards, within)
-        changes = ModelChanges(averaged, schedule, self._engines, optimizers)
-        averaging_within = self._engines.subgroup if schedule.averages_within else None
+        engines = engines_of(averaged, schedule, algorithm, group, replica.shards, within)
+        changes = ModelChanges(averaged, schedule, engines, optimizers)
+        averaging_within = engines.subgroup if schedule.averages_within else None
         super().__init__(changes, StaticMembership(changes, averaging_within), grad_scaler)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
         """Give all processes the first one's model, unless a state was loaded. Collective."""
-        model, engines, membership = self._model, self._engines, self._membership
+        model, engines, membership = self._model, self._contributor.engines, self._membership
         if model.entered:
             raise StepError(
                 "this LocalSGD was already entered; create a new one, and pass on its state with "
                 "load_state_dict(state_dict())"
             )
+        self._refuse_nested()
         self._check_copies()  # before models are made equal: each copy is of its process's own model
         averaged, group = model.tensors(), engines.main.transport
         # Check the models first: different shapes could not even be divided the same way.
@@ -262,7 +266,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "with fragments or delay_steps, join needs divide_by_initial_world_size=True: changes are "
                 "sent before the contributing processes are known"
             )
-        self._contributor.weigh_by = "contributors" if by_contributors else "members"
+        self._membership.divides_by_contributors = by_contributors
         return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
 
     @property
@@ -273,7 +277,7 @@ class LocalSGD(ModelAverager, Joinable):
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
         self._check_inside("join_device")
-        return self._contributor.device
+        return self._model.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -327,7 +331,7 @@ class LocalSGD(ModelAverager, Joinable):
             sync=self.sync.state_dict(),
             outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
             # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
-            warmup=self._engines.gradients.state_dict()
+            warmup=self._contributor.engines.gradients.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps
             else None,
         )
@@ -359,7 +363,7 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
-        warm_engine = self._engines.gradients
+        warm_engine = self._contributor.engines.gradients
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
         # First what may raise: then nothing else has changed.
         self.sync.load_state_dict(loaded.sync)

@@ -1,23 +1,18 @@
-"""The status of each member before an averaging, and how it shows which members come and go."""
+"""The status of each member before an averaging."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, get_type_hints
 
 import torch
 
 from thinwire.comm import Transport
-from thinwire.local_sgd.groups.group import Group
+from thinwire.errors import StepError
+from thinwire.local_sgd.training_loop import LOADED
 
-logger = logging.getLogger(__name__)
-
-NUMBER_BITS = 52  # a float64 holds every integer of this many bits
+MAX_LISTED = 8
 
 
 class MemberStatus(NamedTuple):
@@ -66,80 +61,31 @@ class StatusGather:
         return tuple(MemberStatus(*(kind(it) for kind, it in zip(KINDS, row, strict=True))) for row in rows)
 
 
-@dataclass
-class MembershipStats:
-    """Members that have come and gone, as seen by this member.
-
-    Attributes:
-        members: Members of the last averaging.
-        averagings: Committed averagings since this member joined.
-        retries: Averagings that failed and were repeated.
-        joins: Members that joined after this one.
-        leaves: Members that left on purpose, and handed over their residual.
-        losses: Members that vanished.
-        lost_error: Sum of the last known norms of the residuals that vanished with them.
-        quorum_seconds: Time spent waiting for quorums.
-    """
-
-    members: int = 0
-    averagings: int = 0
-    retries: int = 0
-    joins: int = 0
-    leaves: int = 0
-    losses: int = 0
-    lost_error: float = 0.0
-    quorum_seconds: float = 0.0
-
-
-def reduced_over_local_processes(status: MemberStatus, group: Group) -> MemberStatus:
-    """Return a member's status: work and health over all its processes, the rest from rank 0. Collective."""
-    if group.inside.size == 1:
-        return status
-    everyone = StatusGather(status, group.inside, "the status of each process of a member").read()
-    norms = [status.error_norm for status in everyone]
-    return everyone[0]._replace(
-        weight=sum(status.weight for status in everyone),
-        weight_behind_doubt=sum(status.weight_behind_doubt for status in everyone),
-        error_norm=math.hypot(*norms) if group.has_parts else norms[0],
-        is_finite=all(status.is_finite for status in everyone),
-        is_leaving=any(status.is_leaving for status in everyone),
-        is_saving=any(status.is_saving for status in everyone),
-    )
+def check_alike(statuses: Sequence[MemberStatus]) -> None:
+    """Raise on all members if they are at different steps or a contribution is not finite."""
+    broken = [rank for rank, status in enumerate(statuses) if not status.is_finite]
+    if broken:
+        raise StepError(
+            f"parameters or buffers of rank {_listed(broken)} are not finite (inf or NaN); nothing was "
+            "averaged. Restart from a checkpoint (last average: state_dict()['last_average'])"
+        )
+    if len({status.step for status in statuses}) > 1:
+        steps = _listed([f"{rank}: {status.step}" for rank, status in enumerate(statuses)])
+        raise StepError(
+            f"ranks are at different steps ({steps}), so nothing was averaged; pass grad_scaler=, or for "
+            "uneven inputs train inside thinwire.join(local)"
+        )
+    if any(status.has_loaded for status in statuses):
+        raise StepError(LOADED)
+    usual = Counter(status.outer_settings for status in statuses).most_common(1)[0][0]
+    others = [rank for rank, status in enumerate(statuses) if status.outer_settings != usual]
+    if others:
+        raise StepError(
+            f"rank {_listed(others)} has other settings of the outer optimizer than the other ranks; "
+            "nothing was averaged. Step a scheduler of local.outer on all ranks alike"
+        )
 
 
-def next_lineage(lineage: int, quorum_id: int, statuses: Sequence[MemberStatus]) -> int:
-    """Return the lineage after an averaging: the same on all members of its quorum, and on no others."""
-    # The quorum's number is not enough: a restarted lighthouse counts from the beginning.
-    members = [status.member for status in statuses]
-    digest = hashlib.sha256(f"{lineage} {quorum_id} {members}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
-
-
-def kept_lineage(statuses: Sequence[MemberStatus]) -> int:
-    """Return the lineage that all continue from; members of another one must start again."""
-    lineages = [status.lineage for status in statuses]
-    committed = {status.doubt for status in statuses if status.doubt}.intersection(lineages)
-    if committed:  # a member has committed the averaging that others are in doubt of
-        return min(committed)
-    # Newcomers have no vote: they would count the member that sent them its model twice.
-    counts = Counter([status.lineage for status in statuses if not status.is_new] or lineages)
-    # All members see the same rows, so all choose the same one: the most frequent, or the first of these.
-    return max(counts, key=lambda lineage: counts[lineage])
-
-
-def count_changes(
-    stats: MembershipStats, before: Sequence[MemberStatus], now: Sequence[MemberStatus]
-) -> None:
-    """Count the members that have come and gone from one committed averaging to the next."""
-    stats.members = len(now)
-    members = {status.member for status in now}
-    for gone in (status for status in before if status.member not in members):
-        if gone.is_leaving:
-            stats.leaves += 1
-            continue
-        stats.losses += 1
-        stats.lost_error += gone.error_norm
-        norm = f", and its residual is lost (norm {gone.error_norm:g} when last seen)"
-        logger.warning("a member vanished after step %d%s", gone.step, norm if gone.error_norm else "")
-    if before:
-        stats.joins += len(members - {status.member for status in before})
+def _listed(values: Sequence[object]) -> str:
+    listed = ", ".join(map(str, values[:MAX_LISTED]))
+    return listed if len(values) <= MAX_LISTED else f"{listed} and {len(values) - MAX_LISTED} more"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -13,19 +13,16 @@ import torch
 from thinwire.comm import Transport, agree, gather_numbers, true_for_all
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
-from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
-from thinwire.local_sgd.member_status import MemberStatus, StatusGather
-from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.member_status import MemberStatus, StatusGather, check_alike
+from thinwire.local_sgd.model_changes import Changes, ModelChanges
 from thinwire.local_sgd.outer import settings_digest
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.saved_state import LoadedState, load_fragments
-from thinwire.local_sgd.training_loop import LOADED
 from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
 
-MAX_LISTED = 8
 LOADED_STATE = "loaded state"
 
 
@@ -39,9 +36,6 @@ class Membership(ABC):
 
     has_left = False
 
-    def __init__(self, contributor: Contributor) -> None:
-        self._contributor = contributor
-
     @property
     @abstractmethod
     def is_open(self) -> bool:
@@ -53,18 +47,13 @@ class Membership(ABC):
         return False
 
     @abstractmethod
-    def start(self, *, is_delayed: bool = False) -> None: ...
+    def start(self) -> None: ...
 
     def advance(self) -> None:  # noqa: B027 - most memberships send all rounds in `finish`
         """Send the rounds of the pending averaging that are due. Collective."""
 
     @abstractmethod
     def finish(self) -> None: ...
-
-    def average(self) -> None:
-        """Average once with all members. Collective."""
-        self.start()
-        self.finish()
 
     def abandon(self) -> None:  # noqa: B027 - as above
         """Drop the pending average: its changes are sent again at their next turn."""
@@ -77,22 +66,20 @@ class StaticMembership(Membership):
     are not finite, `CommunicationError` if a collective failed.
     """
 
-    _contributor: ModelChanges
-
     def __init__(self, changes: ModelChanges, subgroup: Engine | None) -> None:
-        super().__init__(changes)
-        self._transport = changes.engines[0].transport
-        self.pending: PendingAverage[Fragment] | None = None
+        self._contributor = changes
+        self._transport = changes.engines.main.transport
+        self._shards = changes.model.replica.shards
         self.subgroup = subgroup
-        self._step = 0  # the members' step when the pending average was sent
-        self._gathers: list[StatusGather] = []  # not read yet, in this order
-        self._to_read = 0  # how many of them to read before waiting for the latest round
+        self.divides_by_contributors = False  # not by members: by those that have made steps
+        self.pending: PendingAverage[Fragment] | None = None
+        self._unread: list[StatusGather] = []  # in the order of gathering
 
     # On entry.
 
     def check_models(self, averaged: Sequence[Averaged], name: str) -> None:
         """Raise on all processes if models differ, or have changed since this was made."""
-        engine = self._contributor.engines[0]
+        engine = self._contributor.engines.main
         self._agree({}, lambda: engine.agree(averaged[0].value.device))
         # The plan is for the parameters trained then. Messages of different lengths would crash the process;
         # with equal lengths, different parameters would be averaged with each other.
@@ -111,7 +98,7 @@ class StaticMembership(Membership):
 
     def _agree(self, described: dict[str, str], action: Callable[[], None] | None = None) -> None:
         replica, group, purpose = self._contributor.model.replica, self._transport, "entering LocalSGD"
-        algorithm = repr(self._contributor.engines[0].algorithm)
+        algorithm = repr(self._contributor.engines.main.algorithm)
         of_shard = {"replica": f"{group.rank} of {group.size}", "algorithm": algorithm, **described}
         if replica.saves_parts:  # each process has loaded its own part
             of_shard.pop(LOADED_STATE, None)
@@ -135,7 +122,7 @@ class StaticMembership(Membership):
             flats = fragment.empty()
             for tensor, part in fragment.parts(flats):
                 part.copy_(means[tensor.name])
-            self.pending, self._step = PendingAverage({fragment: flats}, None), fragment.sent_after
+            self.pending = PendingAverage({fragment: flats}, None)
 
     # An averaging.
 
@@ -143,35 +130,58 @@ class StaticMembership(Membership):
     def is_open(self) -> bool:
         return self.pending is not None
 
-    def start(self, *, is_delayed: bool = False) -> None:
-        contribution = self._contributor.contribution()
-        self._gather_status(contribution.weight, is_finite=contribution.is_finite)
-        self._to_read = len(self._gathers)
-        # Read statuses first: a process at a different step sends no changes to wait for. A delayed average
-        # reads them before it waits for the first round, unless the engine's blocking comparison is due.
-        must_read = not is_delayed or not self._contributor.engines[0].buckets.has_agreed
-        self._send(contribution, self._read() if must_read else (), is_delayed=is_delayed)
+    def start(self) -> None:
+        contributor = self._contributor
+        is_delayed = contributor.schedule.is_delayed(contributor.steps)
+        changes = contributor.changes_of(contributor.fragments_after(contributor.steps))
+        self._gather_status(self._weight, is_finite=are_finite(changes, self._shards))
+        statuses: tuple[MemberStatus, ...] = ()
+        # A process at a different step sends no changes to wait for. A delayed average waits for none yet, so
+        # `_advance` reads the statuses, unless the engine's blocking comparison is due.
+        if not is_delayed or not contributor.engines.main.buckets.has_agreed:
+            statuses = self._read()
+        self._send(changes, statuses, is_delayed=is_delayed)
 
-    def _send(
-        self, contribution: Contribution, statuses: Sequence[MemberStatus], *, is_delayed: bool = False
-    ) -> None:
+    def _send(self, changes: Changes, statuses: Sequence[MemberStatus], *, is_delayed: bool = False) -> None:
         total = sum(status.weight for status in statuses)
-        scale = contribution.weight * len(statuses) / total if total else 1.0
-        self._step = self._contributor.steps
-        tensors = contribution.tensors
-        self.pending = self._contributor.start(tensors, scale, self._step, is_delayed=is_delayed)
+        scale = self._weight * len(statuses) / total if total else 1.0
+        contributor = self._contributor
+        self.pending = contributor.send(changes, scale, contributor.steps, is_delayed=is_delayed)
+
+    @property
+    def _weight(self) -> float:
+        return float(not self.divides_by_contributors or self._contributor.pending_steps > 0)
+
+    @property
+    def _rounds_due(self) -> int:
+        """How many rounds of the pending averaging must have been sent by now."""
+        assert self.pending is not None
+        (fragment,) = self.pending.changes  # a delayed average has one fragment
+        return self._contributor.schedule.rounds_sent(self._contributor.age, fragment.num_rounds)
 
     @property
     def is_behind(self) -> bool:
-        pending, changes = self.pending, self._contributor
-        return pending is not None and not pending.is_done and pending.num_rounds < changes.rounds_due
+        pending = self.pending
+        return pending is not None and not pending.is_done and pending.num_rounds < self._rounds_due
 
     def advance(self) -> None:
-        assert self.pending is not None
+        self._advance(self._rounds_due)
+
+    def _advance(self, num_rounds: float) -> None:
+        """Send the next rounds of the pending averaging, until this many were sent or all have arrived."""
+        pending = self.pending
+        assert pending is not None
         # Send a status before everything else. Otherwise, if rank 0 is a step late: rank 1 sends round 2,
         # rank 0 leaves the context and sends its status; each waits for the other. So both read two statuses.
-        self._gather_status()
-        self.pending.send(self._contributor.rounds_due, self._read_due)
+        newest = [self._gathered(self._transport)] if pending.is_delayed else []
+        while pending.num_rounds < num_rounds:
+            # Those gathered before the round in flight was sent: if members differ, it never arrives. Not the
+            # newest, for which all members must have come this far.
+            self._read()
+            self._unread += newest
+            newest = []
+            if not pending.advance():
+                return
 
     def settle(self) -> None:
         """Wait for the means of the pending averaging, without applying them. Collective."""
@@ -183,25 +193,29 @@ class StaticMembership(Membership):
         pending = self.pending
         if pending is None or pending.is_done:
             return
-        if pending.is_delayed:
-            self._gather_status()
-        pending.send(before=self._read_due)
+        self._advance(math.inf)
         pending.wait()
         # The number of rounds is known only now; the next averaging spreads them over the delay.
         for fragment in pending.changes:
             fragment.num_rounds = pending.num_rounds
 
     def finish(self) -> None:
+        self._apply()
+        self._contributor.align_turns(self._contributor.sent_at)
+        self._contributor.end_warmup()
+
+    def _apply(self) -> None:
+        """Wait for the means of the pending averaging, and apply them."""
         self._wait()
         # Only now: if anything above raised, the pending average must still be abandoned.
         pending, self.pending = self.pending, None
-        members = self._transport.size
-        self._contributor.commit(pending, self._step, members, may_be_empty=True)
+        assert pending is not None
+        self._contributor.apply(pending.changes, self._contributor.sent_at)
 
     def abandon(self) -> None:
         if self.pending is not None:
             self.pending.abandon()
-        self.pending, self._gathers, self._to_read = None, [], 0
+        self.pending, self._unread = None, []
         self._contributor.align_turns(self._contributor.steps)
 
     # Averagings outside the schedule.
@@ -211,20 +225,20 @@ class StaticMembership(Membership):
 
         Changes made without a step are kept if they are the same on all members. Collective.
         """
-        changes = self._contributor
-        fragments, step = changes.fragments, changes.steps
-        flats = {fragment: fragment.changes() for fragment in fragments}
-        is_finite = are_finite(flats, changes.together)
+        contributor = self._contributor
+        fragments, step = contributor.fragments, contributor.steps
+        changes = contributor.changes_of(fragments)
+        is_finite = are_finite(changes, self._shards)
         if self.subgroup is not None:
             self._check_within(self.subgroup.transport, is_finite=is_finite)
         # Changes without counted steps: loaded weights, or those of an optimizer whose steps are not counted.
         sent = () if self.pending is None else self.pending.changes
-        quiet = {f: flats[f] for f in fragments if step == f.sent_after and f not in sent}
+        quiet = {f: changes[f] for f in fragments if step == f.sent_after and f not in sent}
         self._gather_status(
-            changes.weight,
+            self._weight,
             is_finite=is_finite,
             has_changed=bool(quiet) and self._have_moved(quiet),
-            has_loaded=len(quiet) < len(fragments) and changes.model.loads.have_changed(),
+            has_loaded=len(quiet) < len(fragments) and contributor.model.loads.have_changed(),
         )
         statuses = self._read()
         if any(status.has_changed for status in statuses):
@@ -233,17 +247,11 @@ class StaticMembership(Membership):
             self.finish()
         # Each by itself as usual, the one that has waited longest first: the same order on all processes.
         waiting = sorted((f for f in fragments if step > f.sent_after), key=lambda f: f.sent_after)
-        turns = [[fragment] for fragment in waiting]
-        if waiting and changes.schedule.is_warm_up(step):
-            turns = [waiting]
-        try:
-            for turn in turns:
-                changes.chosen = turn
-                # All members are known to be at this step: gathering one status is enough.
-                self._send(changes.contribution(), statuses)
-                self.finish()
-        finally:
-            changes.chosen = None
+        is_warm_up = contributor.schedule.is_warm_up(step)
+        for turn in [waiting] if waiting and is_warm_up else [[fragment] for fragment in waiting]:
+            # All members are known to be at this step: gathering one status is enough.
+            self._send(contributor.changes_of(turn), statuses)
+            self._apply()
 
     def _have_moved(self, changes: Mapping[Fragment, Sequence[torch.Tensor]]) -> bool:
         """Return whether any parameter has changed on any shard of the replica."""
@@ -279,17 +287,17 @@ class StaticMembership(Membership):
 
     def average_within(self) -> None:
         """Average exactly, within the subgroup, fragments that the group does not average now. Collective."""
-        changes, engine = self._contributor, self.subgroup
+        contributor, engine = self._contributor, self.subgroup
         assert engine is not None
-        flats = {fragment: fragment.changes() for fragment in changes.fragments}
-        self._check_within(engine.transport, is_finite=are_finite(flats, changes.together))
+        changes = contributor.changes_of(contributor.fragments)
+        self._check_within(engine.transport, is_finite=are_finite(changes, self._shards))
         # Fragments that the group averages now, without a delay, need no subgroup mean first.
-        if changes.is_due() and not changes.schedule.is_delayed(changes.steps):
-            for fragment in changes.fragments_after(changes.steps):
-                del flats[fragment]
-        if flats:
-            PendingAverage(flats, engine).wait()
-            for fragment, means in flats.items():
+        if contributor.is_due() and not contributor.schedule.is_delayed(contributor.steps):
+            for fragment in contributor.fragments_after(contributor.steps):
+                del changes[fragment]
+        if changes:
+            PendingAverage(changes, engine).wait()
+            for fragment, means in changes.items():
                 fragment.write_means(means)
 
     # The statuses of the members.
@@ -301,66 +309,27 @@ class StaticMembership(Membership):
         groups. If they disagree, they send their statuses to the group right away; the other members raise
         too when they next compare there.
         """
-        status = self._status(is_finite=is_finite)
         with suppress(StepError):
-            check_alike(self._gathered(status, subgroup).read())
+            check_alike(self._gathered(subgroup, is_finite=is_finite).read())
             return
-        check_alike(self._gathered(status, self._transport).read())
+        check_alike(self._gathered(self._transport, is_finite=is_finite).read())
 
     def _gather_status(self, weight: float = 1.0, **status: bool) -> None:
+        self._unread.append(self._gathered(self._transport, weight, **status))
+
+    def _gathered(
+        self, transport: Transport, weight: float = 1.0, *, is_finite: bool = True, **flags: bool
+    ) -> StatusGather:
         """Start to gather the statuses of all members, without waiting for them. Collective."""
-        self._gathers.append(self._gathered(self._status(weight, **status), self._transport))
-
-    def _gathered(self, status: MemberStatus, transport: Transport) -> StatusGather:
-        return StatusGather(status, transport, f"step {status.step}, the consensus check before an averaging")
-
-    def _status(self, weight: float = 1.0, *, is_finite: bool = True, **flags: bool) -> MemberStatus:
-        outer = settings_digest(self._contributor.model.outer)
-        return MemberStatus(self._contributor.steps, weight, is_finite, outer_settings=outer, **flags)
+        step, outer = self._contributor.steps, settings_digest(self._contributor.model.outer)
+        status = MemberStatus(step, weight, is_finite, outer_settings=outer, **flags)
+        return StatusGather(status, transport, f"step {step}, the consensus check before an averaging")
 
     def _read(self) -> tuple[MemberStatus, ...]:
         """Wait for all gathered statuses; return the last ones, or raise on all members."""
         statuses: tuple[MemberStatus, ...] = ()
         # In the order of gathering, the same on all ranks, so that all raise at the same one.
-        while self._gathers:
-            statuses = self._gathers.pop(0).read()
+        while self._unread:
+            statuses = self._unread.pop(0).read()
             check_alike(statuses)
-        self._to_read = 0
         return statuses
-
-    def _read_due(self) -> None:
-        """Read the statuses gathered before the round to wait for: if members differ, it never arrives."""
-        due, self._gathers = self._gathers[: self._to_read], self._gathers[self._to_read :]
-        for gather in due:
-            check_alike(gather.read())
-        self._to_read = len(self._gathers)
-
-
-def check_alike(statuses: Sequence[MemberStatus]) -> None:
-    """Raise on all members if they are at different steps or a contribution is not finite."""
-    broken = [rank for rank, status in enumerate(statuses) if not status.is_finite]
-    if broken:
-        raise StepError(
-            f"parameters or buffers of rank {_listed(broken)} are not finite (inf or NaN); nothing was "
-            "averaged. Restart from a checkpoint (last average: state_dict()['last_average'])"
-        )
-    if len({status.step for status in statuses}) > 1:
-        steps = _listed([f"{rank}: {status.step}" for rank, status in enumerate(statuses)])
-        raise StepError(
-            f"ranks are at different steps ({steps}), so nothing was averaged; pass grad_scaler=, or for "
-            "uneven inputs train inside thinwire.join(local)"
-        )
-    if any(status.has_loaded for status in statuses):
-        raise StepError(LOADED)
-    usual = Counter(status.outer_settings for status in statuses).most_common(1)[0][0]
-    others = [rank for rank, status in enumerate(statuses) if status.outer_settings != usual]
-    if others:
-        raise StepError(
-            f"rank {_listed(others)} has other settings of the outer optimizer than the other ranks; "
-            "nothing was averaged. Step a scheduler of local.outer on all ranks alike"
-        )
-
-
-def _listed(values: Sequence[object]) -> str:
-    listed = ", ".join(map(str, values[:MAX_LISTED]))
-    return listed if len(values) <= MAX_LISTED else f"{listed} and {len(values) - MAX_LISTED} more"

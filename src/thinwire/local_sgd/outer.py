@@ -135,8 +135,8 @@ def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, 
         return
     if any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups):
         warnings.warn(
-            f"the outer optimizer has momentum, but {algorithm} sends an entry only now and then: momentum "
-            "keeps moving that entry in all the steps in which it was not sent; leave momentum out: "
+            f"the outer optimizer has momentum, but {algorithm} sends an entry only now and then, and "
+            "momentum would move it in all other steps; leave momentum out: "
             "outer=thinwire.Nesterov(lr=1, momentum=0)",
             stacklevel=stacklevel + 1,
         )

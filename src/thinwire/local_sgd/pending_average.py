@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -52,17 +51,17 @@ class PendingAverage(Generic[Part]):
         """Whether the changes have become means."""
         return self._step is None
 
-    def send(self, num_rounds: float = math.inf, before: Callable[[], object] = bool) -> None:
-        """Wait for rounds and send the next ones, until this many were sent or all have arrived.
-
-        `before` is called before waiting for each round.
-        """
+    def advance(self) -> bool:
+        """Wait for the round in flight, and send the next one; False if it was the last."""
         assert self._step is not None
-        while self.num_rounds < num_rounds:
-            before()
-            if not self._step.advance():
-                return
-            self.num_rounds += 1
+        is_in_flight = self._step.advance()
+        self.num_rounds += is_in_flight
+        return is_in_flight
+
+    def receive(self) -> None:
+        """Wait for all rounds. Memory is not written yet, so the averaging may still be abandoned."""
+        while self.advance():
+            pass
 
     def wait(self) -> None:
         """Wait until all changes have become means, and write memory."""
@@ -71,8 +70,7 @@ class PendingAverage(Generic[Part]):
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
         # An algorithm without memory commits unchecked means, so check them now.
-        together = self._engine.settings.health_group
-        if not committed or not are_finite(self.changes, together):
+        if not committed or not are_finite(self.changes, self._engine.settings.health_group):
             # Memory was written before the means were converted to the model's dtype.
             residual_moved = committed and self._engine.state.memory_bytes() > 0
             became = "No model has changed, but the residual has: load a checkpoint"
@@ -90,8 +88,8 @@ class PendingAverage(Generic[Part]):
             self._step.abandon()
 
 
-def are_finite(changes: Mapping[Part, list[torch.Tensor]], together: Transport | None) -> bool:
+def are_finite(changes: Mapping[Part, list[torch.Tensor]], shards: Transport | None = None) -> bool:
     """Return whether changes are finite, on all shards of a replica. Cost: one host synchronisation."""
     # `isfinite()` on whole tensors would take several times as long on a CPU as copying them.
     are = all_finite(*chain(*changes.values()))
-    return bool(are if together is None else true_for_all(are, together, "whether all shards are finite"))
+    return bool(are if shards is None else true_for_all(are, shards, "whether all shards are finite"))

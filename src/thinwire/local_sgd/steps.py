@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from thinwire.adapters.common import trains
 from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
 from thinwire.local_sgd.elastic_members import Member, joining
 from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded
@@ -23,6 +26,7 @@ from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
+from thinwire.torch_private import not_compiled
 
 
 class Steps(Member):
@@ -92,10 +96,26 @@ class Steps(Member):
         self._attached.close()
         return kind is not None and issubclass(kind, LeftError)
 
-    def _in_loop(self) -> AbstractContextManager[None]:
-        # Checked in `step`: the optimizers' own steps come when an averaging is committed.
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
         tensors = list(self._contributor.shared_tensors().values())
-        return self._model.loads.noted(self.module, (), lambda: digest_of(tensors))
+        owned = set(map(id, self.module.parameters()))
+
+        @not_compiled
+        def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if not self._contributor.is_committing and trains(optimizer, owned):
+                raise StepError(
+                    f"{type(optimizer).__name__} was stepped by itself, so this member's model would differ "
+                    "from the others'; call step() of elastic.Steps, which averages and steps"
+                )
+
+        own_steps = register_optimizer_step_pre_hook(refuse)
+        try:
+            # Checked in `step`: the optimizers' own steps come when an averaging is committed.
+            with self._model.loads.noted(self.module, (), lambda: digest_of(tensors)):
+                yield
+        finally:
+            own_steps.remove()
 
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all present members, and take the optimizer's step. Collective.
@@ -117,12 +137,12 @@ class Steps(Member):
         self._check_inside("step()")
         self._model.loads.check()
         self._contributor.work = float(number("work", work, minimum=0))
-        with full_precision(self._contributor.device):  # the step may run under autocast
+        with full_precision(self._model.device):  # the step may run under autocast
             self._membership.average()
         self._tell_observers()
 
 
-class Gradients(Contributor):
+class Gradients(ElasticContributor):
     """Contributes a model's gradients, and steps its optimizers with their means."""
 
     def __init__(
@@ -132,9 +152,13 @@ class Gradients(Contributor):
         optimizers: Sequence[torch.optim.Optimizer],
         group: Group,
     ) -> None:
-        super().__init__(model, [engine], optimizers, group)
+        self.model, self.engines = model, Engines(engine, engine, engine)
+        self.optimizers, self.group = optimizers, group
+        self.steps = self.steps_here = 0
         self._buckets = Buckets(model.tensors())
+        self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
+        self.is_committing = False  # whether the optimizers step with the means
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros for missing ones."""
@@ -159,7 +183,6 @@ class Gradients(Contributor):
         scale: float,
         step: int,
         *,
-        is_delayed: bool,
         is_last: bool = False,
     ) -> PendingAverage[Buckets]:
         flats = tensors or self._gradients()
@@ -181,8 +204,12 @@ class Gradients(Contributor):
         for parameter, mean in self._parts(pending.changes[self._buckets]):
             parameter.tensor.grad = as_sharded(parameter.tensor, mean)
         # Step in `commit`: a member that joins, or learns late that a step was committed, must take it too.
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.is_committing = True
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            self.is_committing = False
         self.work = None
         self.steps = step + 1
         self.steps_here += 1

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from thinwire.adapters.common import live_objects
+from thinwire.adapters.common import live_objects, trains
 from thinwire.adapters.ddp import ATTACHED, Switch
 from thinwire.adapters.ddp_model import DetachedAdapter, check_options
 from thinwire.comm import ProcessGroupTransport, Transport
@@ -31,31 +32,46 @@ LOADED = (
 
 @contextmanager
 def after_each_step(
-    optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None, after_step: Callable[[], None]
+    optimizers: Sequence[torch.optim.Optimizer],
+    grad_scaler: GradScaler | None,
+    after_step: Callable[[], None],
 ) -> Iterator[None]:
-    """Call `after_step` after every attempted step of `optimizer`, until the context ends."""
-    is_in_scaler = False
+    """Call `after_step` after every attempted step of an optimizer or one that it wraps, until this ends."""
+    # Of the steps in progress, only the outermost is counted: a scaler's, or that of an optimizer which wraps
+    # another. SAM's `second_step` steps the wrapped one alone.
+    outermost: object = None
+
+    @not_compiled
+    def before(stepping: object, *_: object) -> None:
+        nonlocal outermost
+        outermost = outermost or stepping
 
     # The hook runs after the step, and so sees the new parameters.
-    def hook(*_: object) -> None:
-        if not is_in_scaler:
+    @not_compiled
+    def after(stepping: object, *_: object) -> None:
+        nonlocal outermost
+        if stepping is outermost:
+            outermost = None
             after_step()
 
     with ExitStack() as attached:
-        attached.callback(optimizer.register_step_post_hook(hook).remove)
+        for optimizer in optimizers:
+            attached.callback(optimizer.register_step_pre_hook(before).remove)
+            attached.callback(optimizer.register_step_post_hook(after).remove)
         if grad_scaler is not None:
             step, attributes = grad_scaler.step, vars(grad_scaler)
 
             def counted(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-                nonlocal is_in_scaler
-                # The optimizer's own hook must not count a step that the scaler takes.
-                is_in_scaler = stepped is optimizer
+                nonlocal outermost
+                if stepped not in optimizers:
+                    return step(stepped, *args, **kwargs)
+                before(grad_scaler)
                 try:
                     result = step(stepped, *args, **kwargs)
-                finally:
-                    is_in_scaler = False
-                if stepped is optimizer:
-                    after_step()
+                except BaseException:
+                    outermost = None
+                    raise
+                after(grad_scaler)
                 return result
 
             # Someone else may have replaced `step` on this object before. Callbacks run in reverse: first
@@ -64,6 +80,36 @@ def after_each_step(
             attached.callback(attributes.pop, "step")
             attributes["step"] = counted
         yield
+
+
+@contextmanager
+def warn_of_uncounted_steps(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], counted: Callable[[], int]
+) -> Iterator[None]:
+    """Warn once, while this is open, if only other optimizers step the model: nothing would be averaged."""
+    known, owned = set(map(id, optimizers)), set(map(id, module.parameters()))
+    counts: dict[int, int] | None = {}  # at each other optimizer's last step; None after the warning
+
+    @not_compiled
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nonlocal counts
+        if counts is None or id(optimizer) in known or not trains(optimizer, owned):
+            return
+        if counts.get(id(optimizer)) == counted():
+            counts = None
+            logger.warning(
+                "%s has stepped the model twice, and the given optimizers not once meanwhile: only their "
+                "steps are counted, so models may never be averaged; pass all optimizers",
+                type(optimizer).__name__,
+            )
+        else:
+            counts[id(optimizer)] = counted()
+
+    handle = register_optimizer_step_post_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class LoadedWeights:

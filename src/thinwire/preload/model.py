@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processe
 _runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # one per living model
 _waiting: set[_Votes] = set()  # one per model without a training pass, deleted or not
 
+has_attached = threading.Event()  # set once a model of this process is attached, also by the script itself
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
 
@@ -130,10 +132,11 @@ class _BeforeFirstPass:
         if differs and sync is not None:
             # Some processes could not attach, or have loaded another state: detach on all.
             sync.detach()
-        if differs or problem:
-            if problem != BY_ITSELF:
-                _leave_alone(self._options, differs or problem)
-        elif run is not None:
+        if (differs or problem) and problem != BY_ITSELF:
+            _leave_alone(self._options, differs or problem)
+            return
+        has_attached.set()
+        if run is not None:
             _attached.add(model)
             run.begin()
 
@@ -149,7 +152,7 @@ def _why_not(model: DistributedDataParallel) -> str:
             "Thinwire's"
         )
     if dist.get_world_size(model.process_group) == 1:
-        return "this process is alone in its group"
+        return "this process is alone in its group; start all processes as one job, with torchrun for example"
     return ""
 
 
@@ -214,6 +217,8 @@ class _Run:
         engine_of(self._sync).reporter.observers.append(self._after_step)
         _runs.add(self)
         _of_thread.runs.add(self)
+        # For processes that multiprocessing forks: they end without atexit's functions.
+        Finalize(None, _end_runs, exitpriority=0)
         if self._folder is None:
             if self._is_first and self._sync.algorithm.remembers:
                 _say(
@@ -288,6 +293,7 @@ def _end_runs() -> None:
         _runs.discard(run)
     if _waiting and os.environ.get("RANK", "0") == "0":
         _say("a model stays as it is: it made no forward pass in training mode, with gradients")
+    _waiting.clear()
 
 
 def _leave_alone(options: Options, reason: str) -> None:

@@ -5,6 +5,7 @@ Every Python process under `thinwire attach` runs this, so it imports next to no
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MODULE = "torch.nn.parallel.distributed"
+BUILT = "THINWIRE_ATTACH_BUILT"  # set for the processes that one with a DDP model starts
 
 
 class DDPFinder:
@@ -42,15 +44,14 @@ class DDPFinder:
 
 def watch_built(ddp: Any) -> None:
     """Attach each model of a DDP class once it is built."""
-    import atexit  # noqa: PLC0415
     from functools import wraps  # noqa: PLC0415
 
     build = ddp.__init__
-    atexit.register(tell_if_nothing_was_built)
 
     @wraps(build)
     def build_and_note(model: Any, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)
+        os.environ[BUILT] = "1"
         # Imported here, so that a process that builds no DDP model imports nothing of Thinwire.
         from thinwire.preload.model import note_built  # noqa: PLC0415
 
@@ -59,18 +60,32 @@ def watch_built(ddp: Any) -> None:
     ddp.__init__ = build_and_note
 
 
-def tell_if_nothing_was_built() -> None:
-    """Print at the end of a job's first process, or of one that trained alone, that it built no DDP model."""
-    is_of_several = os.environ.get("WORLD_SIZE", "1") != "1"
-    if os.environ.get("RANK", "0") != "0" or "thinwire.preload.model" in sys.modules:
+def end_process() -> None:
+    """Print at the end of a job's first process, or of one that trained alone, that it built no DDP model.
+
+    With `--strict`, end a process that has attached no model with exit code 1.
+    """
+    if os.environ.get("RANK", "0") != "0" or MODULE not in sys.modules:
         return
-    if is_of_several or has_made_an_optimizer():
+    model = sys.modules.get("thinwire.preload.model")
+    if model is None:
+        trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_made_an_optimizer()
+        # Helpers of a rank, such as spawned data workers, have its RANK; a script may attach by itself.
+        if BUILT in os.environ or not trains or "thinwire.sync" in sys.modules:
+            return
         print(
-            "thinwire attach: nothing was attached: no DistributedDataParallel was built. One process has "
-            "nothing to average: start several, with torchrun for example. FSDP2 models take thinwire.attach "
-            "in the script (docs/sharded.md); DeepSpeed averages by itself",
+            "thinwire attach: nothing was attached: no DistributedDataParallel was built. Start several "
+            "processes, such as by torchrun; FSDP2 takes thinwire.attach in the script (docs/sharded.md)",
             file=sys.stderr,
         )
+    import json  # noqa: PLC0415
+
+    is_strict = json.loads(os.environ.get("THINWIRE_ATTACH_OPTIONS", "{}")).get("strict", False)
+    if is_strict and (model is None or not model.has_attached.is_set()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # An exception would not change the exit code so late.
+        os._exit(1)
 
 
 def has_made_an_optimizer() -> bool:
@@ -83,3 +98,5 @@ def has_made_an_optimizer() -> bool:
 
 
 sys.meta_path.insert(0, DDPFinder())
+# Now, so that it runs after all that the script registers.
+atexit.register(end_process)

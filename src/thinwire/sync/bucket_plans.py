@@ -233,7 +233,7 @@ class BucketPlans:
     def _compare(self, buckets: Sequence[BucketState]) -> None:
         described = self.described("a step", self.device, has_progress=True)
         for number, bucket in enumerate(buckets):
-            described[f"bucket {number} with"] = ", ".join(spec.name for spec in bucket.specs)
+            described[f"bucket {number}"] = "with " + ", ".join(spec.name for spec in bucket.specs)
         # Count the wait, but not the message: it carries no gradients.
         with self._traffic.waiting():
             agree(self.transport, described, f"step {self.state.steps}")
@@ -251,13 +251,14 @@ class BucketPlans:
         described |= self.settings.described()
         kernels = {name for bucket in self.model_buckets() for name in self.plan(bucket).kernels(device)}
         if kernels:
-            described["kernels of"] = " and ".join(sorted(kernels))
+            described["kernels"] = "of " + " and ".join(sorted(kernels))
         if has_progress:
+            loaded = self.state.loaded_digest
             described |= {
-                "committed steps": str(self.state.memory.step),
-                "steps that were not finite": str(self.state.nonfinite_steps),
-                "loaded state": "none" if self.state.loaded_digest is None else str(self.state.loaded_digest),
-                "averaged error": str(not self.state.unsynced_names),
+                "committed": f"{self.state.memory.step} steps",
+                "skipped": f"{self.state.nonfinite_steps} steps that were not finite",
+                "loaded": "no state" if loaded is None else f"a state with checksum {loaded}",
+                "averaged": "not every residual" if self.state.unsynced_names else "every residual",
             }
         for spec in self.specs:
             shape = "×".join(map(str, spec.shape)) or "scalar"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -132,8 +133,10 @@ class GradientSync:
     def position(self) -> Position:
         """This process's rank and layout, for its own file; see `thinwire.checkpoint.save_local`."""
         group, partition, machines = self._engine.transport, self._engine.partition, self._engine.machines
-        local = (0, 1) if partition is None else (partition.intra_node.rank, partition.intra_node.size)
-        return Position(group.rank, group.size, *local, machines)
+        here = Position(rank=group.rank, world_size=group.size, machines=machines)
+        if partition is None:
+            return here
+        return replace(here, local_rank=partition.intra_node.rank, local_size=partition.intra_node.size)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state saved by `state_dict`. Call it on every process with the same state.

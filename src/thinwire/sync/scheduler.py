@@ -313,8 +313,7 @@ class Packed(NamedTuple):
     """Requests of one collective, dtype and device, as one message."""
 
     message: comm.Message
-    asked: list[tuple[list[Any], int]]  # for each request: its task's list of answers, and the index in it
-    widths: list[int]  # of the answers, along the last dimension
+    requests: list[CollectiveRequest]  # side by side along the last dimension
 
 
 class Round:
@@ -322,50 +321,53 @@ class Round:
 
     def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
-        self._answers: list[tuple[Task, list[Any]]] = []
-        kinds: dict[str, list[tuple[list[Any], int, CollectiveRequest]]] = {}
+        self._asking: list[Task] = []  # without those that have reached their commit: they may end earlier
+        kinds: dict[str, tuple[list[CollectiveRequest], list[torch.Tensor]]] = {}
         for task in tasks:
-            requests = task.request if isinstance(task.request, tuple) else (task.request,)
-            if not isinstance(task.request, Commit):
-                answers: list[Any] = [None] * len(requests)
-                self._answers.append((task, answers))
-                for index, request in enumerate(requests):
-                    sent = _checked(request, num_members, task.requests)
-                    kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
-                    kinds.setdefault(kind, []).append((answers, index, sent))
+            if isinstance(task.request, Commit):
+                continue
+            self._asking.append(task)
+            for request in task.request if isinstance(task.request, tuple) else (task.request,):
+                sent = _checked(request, num_members, task.requests)
+                kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
+                requests, tensors = kinds.setdefault(kind, ([], []))
+                requests.append(sent)
+                tensors.append(sent.tensor)
         # Backends match collectives only by their order, and wait forever if it differs. Sorted, the order
         # depends on the requests, not on which bucket made one first.
         for kind in sorted(kinds):
-            tensors, asked, widths = [], [], []
-            for answers, index, sent in kinds[kind]:
-                tensors.append(sent.tensor)
-                asked.append((answers, index))
-                widths.append(sent.tensor.shape[-1])
-            if isinstance(sent, Mean):
+            requests, tensors = kinds[kind]
+            if isinstance(requests[0], Mean):
                 # A single request is not copied, so its mean is in the request's own memory.
                 flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
                 message = comm.Message("all_reduce", flat, flat, purpose, "mean")
             else:
                 # Contiguous, because transports send a tensor's memory as bytes.
                 flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
-                if isinstance(sent, AllGather):
+                if isinstance(requests[0], AllGather):
                     gathered = flat.new_empty(num_members, len(flat))
                     message = comm.Message("all_gather", flat, gathered, purpose)
                 else:
                     message = comm.Message("all_to_all", flat, torch.empty_like(flat), purpose)
-            self.packed.append(Packed(message, asked, widths))
+            self.packed.append(Packed(message, requests))
 
     def answer(self) -> None:
         """Answer its tasks."""
-        for message, asked, widths in self.packed:
-            received = message.output
-            parts = (received,) if len(asked) == 1 else received.split_with_sizes(widths, dim=-1)
-            for (answers, index), part in zip(asked, parts, strict=True):
-                answers[index] = part
-        for task, answers in self._answers:
-            task.answer(tuple(answers) if isinstance(task.request, tuple) else answers[0])
+        answers: dict[int, torch.Tensor] = {}  # by the request's id
+        for message, requests in self.packed:
+            parts: Sequence[torch.Tensor] = [message.output]
+            if len(requests) > 1:
+                widths = [request.tensor.shape[-1] for request in requests]
+                parts = message.output.split_with_sizes(widths, dim=-1)
+            for request, part in zip(requests, parts, strict=True):
+                answers[id(request)] = part
+        for task in self._asking:
+            if isinstance(task.request, tuple):
+                task.answer(tuple(answers[id(request)] for request in task.request))
+            else:
+                task.answer(answers[id(task.request)])
         # A message keeps its buffers alive, and a Gloo work its group's threads.
-        self.packed, self.works, self._answers = [], [], []
+        self.packed, self.works = [], []
 
 
 def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRequest:

@@ -138,12 +138,14 @@ class Settings:
 
     def described(self) -> Mapping[str, str]:
         """Return the settings that must be the same on all processes, by subject."""
-        kind = "not given" if self.weight is None else "a function" if callable(self.weight) else "a number"
         # `health_group` is left out: it connects other processes than those compared.
-        return {
-            "loss scale": "not known" if self.loss_scale is None else "known",
+        described = {
             "find_unused_parameters": str(self.may_be_unused),
             "host_check": str(self.host_check),
             "on_nonfinite": self.on_nonfinite,
-            "weight": kind,
         }
+        if self.loss_scale is not None:
+            described["grad_scaler"] = "set"
+        if self.weight is not None:
+            described["weight"] = "set by a function" if callable(self.weight) else "set to a number"
+        return described

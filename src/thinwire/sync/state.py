@@ -18,6 +18,7 @@ import ctypes
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,13 +45,14 @@ Cuts: TypeAlias = dict[str, tuple[tuple[int, ...], int | None]]
 """For each parameter of a sharded model: its whole shape, and the dimension along which it is cut, if any."""
 
 
-class Position(NamedTuple):
-    """A process's rank and world size, and its rank and size on its machine or in its replica."""
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Which process it is: of all, and of its machine's or (of a sharded model) its replica's."""
 
     rank: int
     world_size: int
-    local_rank: int
-    local_size: int
+    local_rank: int = 0
+    local_size: int = 1
     machines: tuple[tuple[int, ...], ...] | None = None  # each machine's ranks, if it has several
 
     def __str__(self) -> str:
@@ -113,7 +115,7 @@ def pack(state: SavedState) -> dict[str, Any]:
     for slot, tensors in state.slots.items():
         packed[slot.name] = tuple((label, tensors[label].contiguous()) for label in sorted(tensors))
     if state.position is not None:
-        packed["layout"] = {**state.position._asdict(), "cuts": tuple(sorted(state.cuts.items()))}
+        packed["layout"] = {**vars(state.position), "cuts": tuple(sorted(state.cuts.items()))}
     return packed
 
 
@@ -197,12 +199,21 @@ def position_of(state: Mapping[str, Any]) -> Position | None:
     layout = updated(state).get("layout")
     if layout is None:
         return None
-    rank, world_size, local_rank, local_size = (int(layout[name]) for name in Position._fields[:4])
-    machines = layout["machines"] and tuple(map(tuple, layout["machines"]))
-    position = Position(rank, world_size, local_rank, local_size, machines)
-    if not (0 <= rank < world_size and 0 <= local_rank < local_size) or world_size % local_size:
-        raise StateError(f"the state says that it was saved by {position}, which is impossible; {EARLIER}")
-    return position
+    saved_by = Position(
+        rank=int(layout["rank"]),
+        world_size=int(layout["world_size"]),
+        local_rank=int(layout["local_rank"]),
+        local_size=int(layout["local_size"]),
+        machines=layout["machines"] and tuple(map(tuple, layout["machines"])),
+    )
+    is_possible = (
+        saved_by.rank in range(saved_by.world_size)
+        and saved_by.local_rank in range(saved_by.local_size)
+        and saved_by.world_size % saved_by.local_size == 0
+    )
+    if not is_possible:
+        raise StateError(f"the state says that it was saved by {saved_by}, which is impossible; {EARLIER}")
+    return saved_by
 
 
 def _copied(tensor: object) -> torch.Tensor:
@@ -215,12 +226,13 @@ def _copied(tensor: object) -> torch.Tensor:
 
 def _digest(loaded: SavedState) -> int:
     """Return a digest of what must be equal on all processes, without each process's own tensors."""
-    algorithm, step, skipped_steps, shapes, slots, position, cuts, _ = loaded
-    if position is not None:
+    slots = loaded.slots
+    if loaded.position is not None:
         # Processes of a machine or of a replica hold different parts.
-        is_alike = position.local_size == 1
+        is_alike = loaded.position.local_size == 1
         slots = {slot: tensors for slot, tensors in slots.items() if is_alike and not slot.is_local}
-    return digest_of((algorithm, step, skipped_steps, cuts or shapes, slots))
+    shapes = loaded.cuts or loaded.shapes
+    return digest_of((loaded.algorithm, loaded.step, loaded.skipped_steps, shapes, slots))
 
 
 def digest_of(value: object, crc: int = 0) -> int:
@@ -294,7 +306,7 @@ def check_position(saved_by: Position, here: Position | None) -> None:
     """Refuse a state that a different process has saved for itself."""
     # The layout of machines may differ: processes of one local rank share tensors that are not local, and
     # local ones are summed over a machine in any case.
-    if here is None or saved_by._replace(machines=None) != here._replace(machines=None):
+    if here is None or replace(saved_by, machines=None) != replace(here, machines=None):
         raise StateError(
             f"the state was saved by {saved_by}, but this is {here or 'for all processes'}; load each "
             "process's own file, or load thinwire.checkpoint.merge(…) of all files on all processes"
@@ -368,7 +380,8 @@ def _add(
     loaded: SavedState, position: Position, merged: Tensors, dtypes: dict[tuple[Slot, str], torch.dtype]
 ) -> None:
     """Add the state of one process to the merged ones."""
-    (_, world_size, local_rank, local_size, _), cuts = position, loaded.cuts
+    local_rank, local_size, cuts = position.local_rank, position.local_size, loaded.cuts
+    num_averaged = position.world_size // local_size
     for slot, tensors in loaded.slots.items():
         of_slot = merged.setdefault(slot, {})
         for label, tensor in tensors.items():
@@ -385,7 +398,7 @@ def _add(
                     f"the {slot.name} of {label} has shape {tuple(tensor.shape)}, which is not a part of "
                     f"{tuple(whole.shape)}; merge states that were saved together"
                 )
-            share = tensor.double() / (world_size // local_size)
+            share = tensor.double() / num_averaged
             if dim is not None:
                 shard_of(whole, dim, local_rank, local_size).add_(share)
             elif not cuts or local_rank == 0:

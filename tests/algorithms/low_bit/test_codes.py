@@ -95,11 +95,6 @@ def assert_coded(bits: int, block: np.ndarray, result: np.ndarray, scale: float)
         assert (np.abs(block - result) <= distances + tolerance).all() or scale == 0
 
 
-@pytest.mark.parametrize(("bits", "count"), [(3, 8), (2, 4)])
-def test_levels_of_few_bits_are_the_best_of_a_gaussian(bits: int, count: int) -> None:
-    np.testing.assert_allclose(CODEBOOKS[bits].levels, lloyd(count), atol=2e-5)
-
-
 @every_bits
 def test_each_number_becomes_the_nearest_level_or_each_block_what_is_near_it(
     bits: int, kernels: CodeKernels
@@ -149,7 +144,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
 
 
 @every_bits
-@pytest.mark.parametrize("block", [16, 64, 144])
+@pytest.mark.parametrize("block", [16, 144])
 def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     """Decoded to the bit: members of one group may have other kernels."""
     compiled, plain = numba_kernels(), dispatch.TORCH_TABLES.codes
@@ -220,7 +215,7 @@ def hard_numbers(draw: st.DrawFn) -> torch.Tensor:
     return flat * repeated(st.sampled_from([-1.0, 1.0]))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     flat=hard_numbers(),
     block=st.sampled_from([16, 64, 128, 4096]),

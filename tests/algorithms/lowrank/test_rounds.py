@@ -12,27 +12,17 @@ from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.simulation import Simulation
 
-DOUBLES: list[Algorithm] = [
-    PowerSGD(matrix_rank=2),
-    PowerSGD(matrix_rank=2, power_iterations=2),
-    PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
-    PowerSGD(matrix_rank=2, wire_dtype="bf16"),
-    PowerSGD(matrix_rank=2, warmup_steps=2),
-    BatchedPowerSGD(),
-]
-IN_16_BITS = [
-    PowerSGD(matrix_rank=2, wire_dtype="fp16"),
-    PowerSGD(matrix_rank=2, wire_dtype="bf16"),
-    PowerSGD(matrix_rank=2, wire_dtype="fp16", alternating=True),
-    PowerSGD(matrix_rank=2, wire_dtype="bf16", alternating=True),
-]
-
 
 @pytest.mark.parametrize(
     ("algorithm", "dtype", "tolerance"),
     [
-        *((algorithm, torch.float64, 1e-15) for algorithm in DOUBLES),
-        *((algorithm, torch.float32, 1e-6) for algorithm in IN_16_BITS),
+        (PowerSGD(matrix_rank=2, power_iterations=2), torch.float64, 1e-15),
+        (PowerSGD(matrix_rank=2, alternating=True, power_iterations=2), torch.float64, 1e-15),
+        (PowerSGD(matrix_rank=2, wire_dtype="bf16"), torch.float64, 1e-15),
+        (PowerSGD(matrix_rank=2, warmup_steps=2), torch.float64, 1e-15),
+        (BatchedPowerSGD(), torch.float64, 1e-15),
+        (PowerSGD(matrix_rank=2, wire_dtype="fp16"), torch.float32, 1e-6),
+        (PowerSGD(matrix_rank=2, wire_dtype="bf16", alternating=True), torch.float32, 1e-6),
     ],
     ids=str,
 )

@@ -36,6 +36,7 @@ from thinwire.comm import (
     InProcessTransport,
     ProcessGroupTransport,
     Transport,
+    Work,
     agree,
     copy_from,
     gather_bytes,
@@ -219,8 +220,8 @@ class FSDPAdapter:
             return
         if self._is_due:
             raise StepError(
-                f"{NOT_AVERAGED}: an exception ended the last backward pass (on all processes? call "
-                f"abandon()), or a part is {REENTRANT}, and {RESTART}"
+                f"{NOT_AVERAGED}: the last backward pass has raised (call abandon()), or a part is "
+                f"{REENTRANT}, and restart"
             )
         # FSDP2 takes no more modules after its first pass.
         if not self._has_order and not sharded.is_all_of(model):
@@ -253,6 +254,7 @@ class FSDPAdapter:
 
     # A pass.
 
+    @torch_private.not_compiled
     def arrived(self, parameter: torch.Tensor) -> None:
         """Record a ready gradient, and start complete buckets: the hook of each parameter."""
         self._changed.add(id(parameter))
@@ -312,6 +314,7 @@ class FSDPAdapter:
         self._step.start(cast(BucketState, bucket.opened), bucket.flat)
         self._num_started += 1
 
+    @torch_private.not_compiled
     def average(self) -> None:
         """Replace gradients that any replica has by their means. Collective over shards and replicas."""
         # A nested pass: the outer one will bring more gradients.
@@ -320,34 +323,22 @@ class FSDPAdapter:
         engine = self.engine
         try:
             with self._on_comm_stream():
-                self._open_all()
+                if not self._are_all_open:
+                    self._open_all()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
-                used = [
-                    id(piece.parameter) in self._changed and piece.parameter.grad is not None
-                    for piece in self._pieces
-                ]
-                # With only NCCL the flags are on the GPU: the host then waits only if it lacks a gradient.
-                flags = to_device_async(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
-                purpose = f"step {engine.steps}, which parameters were used"
-                # After all buckets: how many were started during the pass differs between replicas.
-                asked = engine.metered.all_reduce(flags, purpose, operation="max")
-                # Only a replica that lacks a gradient must know whether another has it.
-                unused = set[str]()
-                if not all(used):
-                    asked.wait()
-                    by_piece = zip(self._pieces, flags.tolist(), strict=True)
-                    unused = {piece.name for piece, is_used in by_piece if not is_used}
-                before = residuals_of(engine.state.memory, unused)
-                step = cast(Step, self._step)
-                # Wait before the commit, since no message may fail after memory is written; and after the
-                # first round, which was sent before it.
+                flags_work, unused = self._find_unused()
+                step, memory = cast(Step, self._step), engine.state.memory
+                before = residuals_of(memory, unused)
+                # Wait for the flags before the commit, since no message may fail after memory is written; and
+                # after the first round, which was sent before them.
                 step.advance()
-                asked.wait()
+                flags_work.wait()
                 committed = step.finish()
-                put_back_residuals(engine.state.memory, unused, before)
+                put_back_residuals(memory, unused, before)
                 self._write_gradients(unused)
-                self._learn_order()
+                if not self._has_order:
+                    self._learn_order()
         except BaseException:
             self._abandon()
             raise
@@ -361,14 +352,33 @@ class FSDPAdapter:
             engine.reporter.warn_of_nonfinite()
         engine.raise_unless(committed)
 
+    def _find_unused(self) -> tuple[Work, set[str]]:
+        """Send a flag for each parameter that this replica used; return the parameters that none has used.
+
+        Collective, after all buckets: how many were started during the pass differs between replicas. A
+        replica that has used all parameters need not wait for the message.
+        """
+        wire = self.engine.metered
+        used = [
+            id(piece.parameter) in self._changed and piece.parameter.grad is not None
+            for piece in self._pieces
+        ]
+        # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
+        flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8))
+        purpose = f"step {self.engine.steps}, which parameters were used"
+        flags_work = wire.all_reduce(flags, purpose, operation="max")
+        if all(used):
+            return flags_work, set()
+        flags_work.wait()
+        used_by_any = zip(self._pieces, flags.tolist(), strict=True)
+        return flags_work, {piece.name for piece, is_used in used_by_any if not is_used}
+
     def _abandon(self) -> None:
         self.engine.abandon()
         self.forget_pass()
 
     def _learn_order(self) -> None:
         """Put buckets that were complete before the pass ended first, in the first process's order."""
-        if self._has_order:
-            return
         self._has_order = True
         early = [self._buckets.index(bucket) for bucket in self._completed]
         # Over the shards too: the state of the whole model lists buckets in this order. In the second turn,
@@ -395,8 +405,6 @@ class FSDPAdapter:
         return all(bucket.opened is not None and bucket.opened.is_current for bucket in self._buckets)
 
     def _open_all(self) -> None:
-        if self._are_all_open:
-            return
         engine = self.engine
         # Over the shards as well: if replicas of one shard differ and raise, the other shards would continue
         # without them, and hang in FSDP2's next gather.

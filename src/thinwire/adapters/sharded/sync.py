@@ -82,8 +82,12 @@ class ShardedSync(GradientSync):
     def position(self) -> Position:
         """The process's position in the mesh of replicas and shards; see `GradientSync.position`."""
         replicas, shards = self._engine.transport, self.shards
-        rank = replicas.rank * shards.size + shards.rank
-        return Position(rank, replicas.size * shards.size, shards.rank, shards.size)
+        return Position(
+            rank=replicas.rank * shards.size + shards.rank,
+            world_size=replicas.size * shards.size,
+            local_rank=shards.rank,
+            local_size=shards.size,
+        )
 
     def _checked(self, state: Mapping[str, Any], *, strict: bool) -> SavedState:
         """Return the part of a whole model's state for this shard, or the state that this process saved."""

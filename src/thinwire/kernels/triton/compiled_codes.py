@@ -249,18 +249,10 @@ def _decoded(
 
 
 @triton.jit
-def _blocks(share, tiles, count, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
-    """Return the blocks of a program.
-
-    These are: their member, the first one's index among the member's and among all blocks, which of them
-    exist, and for each column its block, its index, and its elements.
-    """
-    r, column = _columns(OUTER, ROWS, INNER)
+def _member_and_start(tiles, ROWS: tl.constexpr):
+    """Return the member whose blocks a program has, and the first one's index among them."""
     member = tl.program_id(0) // tiles
-    start = (tl.program_id(0) - member * tiles) * ROWS
-    first = member * share + start
-    rows = (start + r < share) & (first + r < count)
-    return member, start, first, rows, r, column, _inside(column)
+    return member, (tl.program_id(0) - member * tiles) * ROWS
 
 
 @triton.jit
@@ -310,7 +302,11 @@ def encode(
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Encode blocks of a flat tensor."""
-    member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    member, start = _member_and_start(tiles, ROWS)
+    first = member * share + start
+    rows = (start + r < share) & (first + r < count)
     real, length = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
     if ALIGNED:
         x = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0)
@@ -377,7 +373,11 @@ def decode(
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write decoded blocks."""
-    member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    member, start = _member_and_start(tiles, ROWS)
+    first = member * share + start
+    rows = (start + r < share) & (first + r < count)
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
@@ -392,7 +392,11 @@ def decode_and_keep(
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write decoded blocks, and the residual: what was not sent, was lost, or does not fit."""
-    member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    member, start = _member_and_start(tiles, ROWS)
+    first = member * share + start
+    rows = (start + r < share) & (first + r < count)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
     row = sent + member.to(tl.int64) * sent_stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)

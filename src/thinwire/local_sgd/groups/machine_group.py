@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from thinwire.comm.transport import CombinedWork, CompletedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
+from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 
 PURPOSE = "the processes of a member telling each other"
 # If one process of a member raises one of these, all do; any other error ends the member.
@@ -144,14 +146,32 @@ def described_together(own: Description, group: Group) -> Description:
     """Return one description of all processes of this member, to compare. Collective inside."""
     inside = group.inside
     if inside.size == 1:
-        return {"processes of a member": "1", **own}
+        return {"a member": "of 1 process", **own}
     kind = "each with a part of the model" if group.has_parts else "each with the whole model"
     everyone = gather_bytes(json.dumps(own).encode(), inside, "what the processes of a member hold")
-    described = {"processes of a member": f"{inside.size}, {kind}", **json.loads(everyone[0])}
+    described = {"a member": f"of {inside.size} processes, {kind}", **json.loads(everyone[0])}
     for rank, data in enumerate(everyone):
         of_one = json.loads(data).items()
-        described |= {f"{key} (process {rank})": said for key, said in of_one if described.get(key) != said}
+        described |= {
+            f"{key} (on its process {rank})": said for key, said in of_one if described.get(key) != said
+        }
     return described
+
+
+def reduced_over_local_processes(status: MemberStatus, group: Group) -> MemberStatus:
+    """Return a member's status: work and health over all its processes, the rest from rank 0. Collective."""
+    if group.inside.size == 1:
+        return status
+    everyone = StatusGather(status, group.inside, "the status of each process of a member").read()
+    norms = [status.error_norm for status in everyone]
+    return everyone[0]._replace(
+        weight=sum(status.weight for status in everyone),
+        weight_behind_doubt=sum(status.weight_behind_doubt for status in everyone),
+        error_norm=math.hypot(*norms) if group.has_parts else norms[0],
+        is_finite=all(status.is_finite for status in everyone),
+        is_leaving=any(status.is_leaving for status in everyone),
+        is_saving=any(status.is_saving for status in everyone),
+    )
 
 
 class _LeaderTransport(Transport):

@@ -1,4 +1,4 @@
-"""Contributors: what a member averages, what it does with the means, and what a new member starts from."""
+"""What an elastic member averages, what it does with the means, and what a new member starts from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import Description
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import load_optimizers, state_of_shards
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -31,29 +32,22 @@ class Contribution(NamedTuple):
     tensors: Any  # passed to `start`, unless the members change first
 
 
-class Contributor(ABC):
-    """The source of the tensors that a membership averages: a model's changes, or its gradients.
+class ElasticContributor(ABC):
+    """What a member contributes to an averaging, what it does with the means, and what others start from."""
 
-    Attributes:
-        steps: Steps so far, of the members that have been here longest.
-        steps_here: Steps since this object was made.
-        engines: All engines that average for it, one at a time.
-        sent_optimizers: The inner optimizers whose state a joining member receives.
-        device: The model's device; if it is on several, that of its first averaged tensor.
-    """
+    model: AveragedModel
+    engines: Engines
+    optimizers: Sequence[torch.optim.Optimizer]
+    group: Group
+    steps: int  # so far, of the members that have been here longest
+    steps_here: int  # since this object was made
+    turns = 0  # of fragments
+    tolerates_other_settings: bool  # whether a member with other optimizer settings is warned, not refused
 
-    def __init__(
-        self,
-        model: AveragedModel,
-        engines: Sequence[Engine],
-        optimizers: Sequence[torch.optim.Optimizer],
-        group: Group | None,
-    ) -> None:
-        self.steps = self.steps_here = self.turns = 0
-        self.model, self.engines, self.optimizers = model, engines, optimizers
-        self.sent_optimizers = () if group is None or not group.send_optimizer else optimizers
-        self._group = group
-        self.device = model.tensors()[0].tensor.device
+    @property
+    def sent_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The inner optimizers whose state a joining member receives."""
+        return self.optimizers if self.group.send_optimizer else ()
 
     @property
     def engine(self) -> Engine:
@@ -62,16 +56,14 @@ class Contributor(ABC):
 
     def engine_after(self, step: int) -> Engine:
         """Return the engine of the averaging that follows this step."""
-        return self.engines[0]
+        return self.engines.main
 
     @abstractmethod
     def contribution(self, turns_ahead: int = 0) -> Contribution:
         """Return the contribution of this member to the next averaging, or the one after it."""
 
     @abstractmethod
-    def start(
-        self, tensors: Any, scale: float, step: int, *, is_delayed: bool, is_last: bool = False
-    ) -> PendingAverage[Any]:
+    def start(self, tensors: Any, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Any]:
         """Send the first messages of an averaging of a contribution's tensors; None: compute them again.
 
         The last averaging, with which all members leave, covers all fragments.
@@ -83,7 +75,7 @@ class Contributor(ABC):
     ) -> None:
         """Apply the means of a committed averaging; None if no member had anything to average."""
 
-    # Elastic members compare these, and a newcomer starts from them.
+    # Members compare these, and a newcomer starts from them.
 
     @property
     @abstractmethod
@@ -102,15 +94,10 @@ class Contributor(ABC):
         """Return the settings and shapes that must be the same on all members, by subject."""
         sent = ", ".join(type(optimizer).__name__ for optimizer in self.sent_optimizers)
         return {
-            **self.engines[0].buckets.described("an averaging", self.device),
+            **self.engines.main.buckets.described("an averaging", self.model.device),
             "torch": torch.__version__.partition("+")[0],
             "optimizer": sent or "not sent",
         }
-
-    @property
-    def tolerates_other_settings(self) -> bool:
-        """Whether a member with other optimizer settings is warned, not refused."""
-        return not self.sent_optimizers
 
     def _tensors_not_averaged(self) -> dict[str, torch.Tensor]:
         """Return by name what else a newcomer must receive: frozen parameters and other buffers."""
@@ -173,7 +160,7 @@ class Contributor(ABC):
             # The layout of messages depends on which parameters have a residual: a newcomer's is zeros.
             if spec.name in errors or spec.name in members["residual_of"]:
                 error = errors.get(spec.name, torch.zeros(spec.shape))
-                engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.device))
+                engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.model.device))
         for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], others):
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)

@@ -1,0 +1,122 @@
+"""The changes of a model, as an elastic member contributes them: weighted by its work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+import torch
+
+from thinwire.comm import Description
+from thinwire.errors import StepError
+from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
+from thinwire.local_sgd.engines import Engines
+from thinwire.local_sgd.fragment import Fragment
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.model_changes import Changes, ModelChanges
+from thinwire.local_sgd.outer import Nesterov, nesterov_lr
+from thinwire.local_sgd.pending_average import PendingAverage, are_finite
+from thinwire.local_sgd.schedule import Schedule
+from thinwire.sync import Engine
+
+
+class ElasticChanges(ModelChanges, ElasticContributor):
+    """Contributes a model's changes. All members' turns are counted: they join at any step."""
+
+    def __init__(
+        self,
+        model: AveragedModel,
+        schedule: Schedule,
+        engines: Engines,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+    ) -> None:
+        super().__init__(model, schedule, engines, optimizers)
+        self.group = group
+        # Members that make as many steps as they can average at different step counts.
+        self.tolerates_other_settings = not group.send_optimizer or schedule.every_seconds is not None
+        self._averaged_at = monotonic()
+
+    def count_step(self, *, is_own: bool) -> None:
+        super().count_step(is_own=is_own)
+        if self.group.weigh_by == "steps":
+            self.count_work(1.0)
+
+    def count_work(self, amount: float) -> None:
+        """Add to the weight of each fragment's next averaging."""
+        for fragment in self.fragments:
+            fragment.work += amount
+
+    def is_due(self) -> bool:
+        seconds = 0.0
+        if self.schedule.every_seconds is not None:
+            seconds = self.group.broadcast_scalar(monotonic() - self._averaged_at)
+        return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began, seconds)
+
+    def engine_after(self, step: int) -> Engine:
+        return self.engines.warmup if step < self.schedule.warmup.steps else self.engines.main
+
+    def contribution(self, turns_ahead: int = 0) -> Contribution:
+        fragments = self.fragments_after(self.steps, turns_ahead)
+        changes = self.changes_of(fragments)
+        # Work that the averaging in doubt has counted is not part of the next one.
+        weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
+        return Contribution(weight, are_finite(changes), changes)
+
+    def start(
+        self, tensors: Changes | None, scale: float, step: int, *, is_last: bool = False
+    ) -> PendingAverage[Fragment]:
+        known = tensors or {}
+        fragments = self._fragments_left(step) if is_last else self.fragments_after(step)
+        changes = {it: known[it] if it in known else it.changes() for it in fragments}
+        for fragment in changes:
+            fragment.sent_work = fragment.work
+        return self.send(changes, scale, step, is_delayed=self.schedule.is_delayed(step))
+
+    def _fragments_left(self, step: int) -> Sequence[Fragment]:
+        """Return the fragments that have made steps since their last averaging."""
+        # By what a newcomer knows, too. An outer step of no change would still go on with its momentum.
+        last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.turn_began else None
+        return [it for it in self.fragments if it is not last] or self.fragments_after(step)
+
+    def commit(
+        self, pending: PendingAverage[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
+        self._averaged_at = monotonic()
+        if pending is None:
+            # This is fine while this member, or another, joins: it contributes next time.
+            if self.steps > self.turn_began and not may_be_empty:
+                raise StepError(
+                    "no member counted any work since the last averaging, so nothing was averaged; call "
+                    "count_work() before optimizer.step()"
+                )
+            return
+        model = self.model
+        if model.outer is not None and isinstance(model.make_outer, Nesterov):
+            for group in model.outer.param_groups:
+                group["lr"] = nesterov_lr(model.make_outer, num_members, self.engines.main.algorithm)
+        self.apply(pending.changes, step)
+        for fragment in pending.changes:
+            fragment.work -= fragment.sent_work
+        self.steps = step + self.age
+        self.turns, self.turn_began = self.turns + (not self.schedule.is_warm_up(step)), step
+        self.end_warmup()
+
+    @property
+    def averaged_steps(self) -> int:
+        return self.turn_began
+
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
+        return {tensor.name: last for tensor, last in self.fragments.lasts}
+
+    def reset(self, step: int, turns: int) -> None:
+        for fragment in self.fragments:
+            fragment.restore_last()
+            fragment.work = fragment.sent_work = 0.0
+        self.steps = self.turn_began = step
+        self.turns = turns
+        self.end_warmup()
+
+    def description(self) -> Description:
+        return {**super().description(), **self.settings(), "weigh_by": self.group.weigh_by}
