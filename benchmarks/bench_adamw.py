@@ -241,7 +241,7 @@ METHODS: dict[str, Method] = {
         for bits in (4, 2, 1)
     },
     **{
-        f"Quantize, {bits} bits, eigenbasis": averaging(Quantize(bits=bits, eigenbasis=True))
+        f"Quantize, {bits} bits, eigenbasis": averaging(Quantize(bits=bits, eigenbasis="*.blocks.*"))
         for bits in (5, 4, 3, 2)
     },
     "TopK, 1/32": averaging(TopK(density=1 / 32)),

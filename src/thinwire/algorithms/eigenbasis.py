@@ -4,14 +4,15 @@ A gradient is large in few directions. Rounding adds noise of one size to all of
 and Muon makes all directions equally large. In the eigenbasis of Ḡ Ḡᵀ each direction is a row, with scales of
 its own.
 
-This is transform coding (Goyal, "Theoretical Foundations of Transform Coding", 2001). SOAP (arXiv 2409.11321)
-follows the eigenbasis in the same way, by a step of power iteration now and then.
+This is transform coding (Goyal, "Theoretical Foundations of Transform Coding", 2001), in a basis that all
+members compute from the same means. SOAP (arXiv 2409.11321) runs Adam in such a basis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -20,11 +21,9 @@ from thinwire.errors import StateError
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec
 
-# The basis changes slowly, and a QR decomposition is expensive.
+# An eigendecomposition is expensive.
 REFRESH_STEPS = 10
-COVARIANCE_DECAY = 0.6
-# Of the mean eigenvalue. Directions far below it stay as they are: rounding errors would decide them.
-RIDGE = 1e-4
+COVARIANCE_DECAY = 0.95
 
 
 def _check_square(label: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -52,9 +51,12 @@ class Eigenbasis:
     shapes: tuple[tuple[int, int] | None, ...]  # (rows, columns) in memory order; None if it is no matrix
 
     @classmethod
-    def of(cls, specs: Sequence[ParameterSpec]) -> Eigenbasis:
-        """Return that of a bucket's parameters of two dimensions."""
-        shapes = [spec.matrix_shape if len(spec.shape) == 2 else None for spec in specs]
+    def of(cls, specs: Sequence[ParameterSpec], pattern: str) -> Eigenbasis:
+        """Return that of a bucket's parameters of two dimensions whose names match a pattern."""
+        shapes = []
+        for spec in specs:
+            is_matrix = len(spec.shape) == 2 and fnmatchcase(spec.name, pattern)
+            shapes.append(spec.matrix_shape if is_matrix else None)
         return cls(tuple(spec.name for spec in specs), tuple(shapes))
 
     def turned(self, bucket: Bucket, memory: Memory, dtype: torch.dtype) -> torch.Tensor:
@@ -69,15 +71,14 @@ class Eigenbasis:
         return turned
 
     def turn_back(self, turned: torch.Tensor, bucket: Bucket, memory: Memory) -> None:
-        """Write the means to the gradients. At first, and in every tenth step, the bases follow them."""
+        """Write the means to the gradients; the bases follow them."""
         for name, shape, gradient, part in self._parts(bucket, turned):
             if shape is None:
                 round_into(gradient, part, None, None)
                 continue
             M, U = _short(gradient.view(shape)), memory[EIGENVECTORS].get(name)
             mean = part.view(M.shape) if U is None else U @ part.view(M.shape)
-            if U is None or memory.step % REFRESH_STEPS == 0:
-                _follow(name, mean, memory)
+            _follow(name, mean, memory)
             round_into(gradient, (mean if M.is_contiguous() else mean.T).reshape(-1), None, None)
 
     def _parts(
@@ -92,15 +93,13 @@ def _short(M: torch.Tensor) -> torch.Tensor:
 
 
 def _follow(name: str, mean: torch.Tensor, memory: Memory) -> None:
-    """Turn the basis towards the eigenvectors, by a step of power iteration."""
+    """Add a mean gradient to the covariance; at first and in every tenth step, find the eigenvectors."""
     # Scaled to norm 1: squares of small gradients would underflow, and the loss scale does not matter.
     unit = mean / mean.norm().clamp_min(torch.finfo(mean.dtype).tiny)
     covariance, before = unit @ unit.T, memory[COVARIANCE].get(name)
     if before is not None:
         covariance = covariance.lerp(before, COVARIANCE_DECAY)
-    start = memory[EIGENVECTORS].get(name)
-    if start is None:
-        start = torch.eye(len(covariance), dtype=mean.dtype, device=mean.device)
-    ridge = RIDGE * covariance.diagonal().mean()
     memory[COVARIANCE][name] = covariance
-    memory[EIGENVECTORS][name], _ = torch.linalg.qr(covariance @ start + ridge * start)
+    if name not in memory[EIGENVECTORS] or memory.step % REFRESH_STEPS == 0:
+        ascending = torch.linalg.eigh(covariance).eigenvectors
+        memory[EIGENVECTORS][name] = ascending.flip(1)

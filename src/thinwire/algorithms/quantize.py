@@ -55,14 +55,14 @@ class Quantize(Algorithm):
         error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains from it in
             2 and 1 bits; Adam loses below 4.
         seed: The seed of stochastic rounding.
-        eigenbasis: Encode each matrix in the eigenbasis of Ḡ Ḡᵀ, of its mean gradients and the shorter side,
-            so that errors are relative to each direction's own size: for Muon. All members compute the basis
-            from the same means, so nothing more is sent.
+        eigenbasis: A pattern of names, such as "blocks.*": matrices that Muon trains. They are encoded in the
+            eigenbasis of Ḡ Ḡᵀ, of their mean gradients and their shorter side, so that errors are relative to
+            each direction's own size. Members compute the basis from the same means, so nothing more is sent.
 
     Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
     keeps an fp32 residual of the size of the gradients (fp64 for fp64) and makes a host synchronisation, for
-    the finite check (none without `host_check`). The eigenbasis makes one too, multiplies each matrix twice
-    by a square one of its shorter side, keeps two such squares in fp32, and decomposes one every ten steps.
+    the finite check (none without `host_check`). An eigenbasis makes one too, keeps two squares of a matrix's
+    shorter side in fp32, multiplies by such squares three times, and decomposes one in every tenth step.
 
     A scale has fp32's range: fp64 gradients beyond it are not finite. For any dtype, values beyond half of
     that range (1.7e38) may not be finite either, since below 8 bits a level may exceed the number it stands
@@ -92,7 +92,7 @@ class Quantize(Algorithm):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False
     seed: int = 0
-    eigenbasis: bool = False
+    eigenbasis: str = ""
 
     def __post_init__(self) -> None:
         bits = whole_number("bits", self.bits, minimum=1)
@@ -108,7 +108,8 @@ class Quantize(Algorithm):
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "error_feedback", true_or_false("error_feedback", self.error_feedback))
-        object.__setattr__(self, "eigenbasis", true_or_false("eigenbasis", self.eigenbasis))
+        if not isinstance(self.eigenbasis, str):
+            raise ConfigError(f'eigenbasis must be a pattern of names, "blocks.*", got {self.eigenbasis!r}')
         if self.eigenbasis and self.error_feedback:
             raise ConfigError(
                 "eigenbasis can't be combined with error_feedback: a residual would be of an earlier basis; "
@@ -118,7 +119,7 @@ class Quantize(Algorithm):
 
     @property
     def remembers(self) -> bool:
-        return self.error_feedback or self.eigenbasis
+        return self.error_feedback or bool(self.eigenbasis)
 
     @property
     def split_granularity(self) -> Granularity:
@@ -142,8 +143,16 @@ class Quantize(Algorithm):
             )
             for spec, count in zip(specs, counts, strict=True)
         ]
-        eigenbasis = Eigenbasis.of(specs) if self.eigenbasis else None
+        eigenbasis = Eigenbasis.of(specs, self.eigenbasis) if self.eigenbasis else None
         return QuantizePlan(tuple(specs), tuple(routes), self, blocks, eigenbasis)
+
+    def check_model(self, specs: Sequence[ParameterSpec]) -> None:
+        super().check_model(specs)
+        if self.eigenbasis and specs and not any(Eigenbasis.of(specs, self.eigenbasis).shapes):
+            raise ConfigError(
+                f"eigenbasis={self.eigenbasis!r} matches no matrix of the model; its parameters have names "
+                f"like {specs[0].name!r}"
+            )
 
 
 @dataclass(frozen=True)
