@@ -58,6 +58,12 @@ def test_the_basis_is_that_of_mean_gradients() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="error_feedback"):
         Quantize(bits=4, eigenbasis="*", error_feedback=True)
+    with pytest.raises(ConfigError, match=r"eigenbasis must be a pattern of names, .*got True"):
+        Quantize(bits=4, eigenbasis=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="matches no matrix of the model"):
+        Quantize(bits=4, eigenbasis="block.*").check_model(
+            [spec("blocks.0", SIDE, LENGTH), spec("block.b", 4)]
+        )
     simulation, *_ = trained(Quantize(bits=4, eigenbasis="*"), (SIDE, LENGTH))
     state = simulation.state_dicts()[0]
     for wrong in (torch.eye(LENGTH), torch.ones(SIDE, SIDE, SIDE)):
