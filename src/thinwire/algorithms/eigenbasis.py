@@ -36,10 +36,10 @@ def _check_square(label: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[i
         )
 
 
-COVARIANCE = Slot("covariance", check=_check_square)
+COVARIANCE = Slot("covariance", is_listed=False, check=_check_square)
 """The decayed mean of Ḡ Ḡᵀ, (side, side), of gradients scaled to norm 1."""
 
-EIGENVECTORS = Slot("eigenvectors", check=_check_square)
+EIGENVECTORS = Slot("eigenvectors", is_listed=False, check=_check_square)
 """Its eigenvectors as columns, those of the largest eigenvalues first."""
 
 
