@@ -68,6 +68,7 @@ ENTRIES = [
     Entry(Quantize(bits=6, block=16, rounding="stochastic")),
     Entry(Quantize(bits=5, error_feedback=True), feedback=True, same_in_any_buckets=False),
     Entry(Quantize(bits=4)),
+    Entry(Quantize(bits=4, eigenbasis="*")),
     Entry(Quantize(bits=3, block=128, rounding="stochastic")),
     Entry(Quantize(bits=1, block=16)),
     Entry(Quantize(bits=8, block=32, error_feedback=True), feedback=True, same_in_any_buckets=False),

@@ -129,8 +129,7 @@ def _by_hand(num_workers: int) -> Tensor:
 def test_momentum_with_few_entries_is_warned_of_at_the_users_line(member: Member) -> None:
     words = "momentum, but TopK.* sends an entry only now and then.* leave momentum out"
     for outer in (Nesterov(momentum=0.9), NESTEROV, partial(torch.optim.Adam, lr=1e-3)):
-        local = diloco(member, algorithm=TopK(), outer=outer)
-        with pytest.warns(UserWarning, match=words) as caught, local:
+        with pytest.warns(UserWarning, match=words) as caught, diloco(member, algorithm=TopK(), outer=outer):
             pass
         assert caught[0].filename == __file__
     with diloco(member, every_steps=2) as local:

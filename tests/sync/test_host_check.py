@@ -29,7 +29,9 @@ LOW_RANK = [PowerSGD(matrix_rank=2), PowerSGD(matrix_rank=2, alternating=True), 
 def turns(entry: Entry) -> bool:
     """Whether what it does in a step depends on the step's number: a bad step counts if nobody looks."""
     algorithm: Any = entry.algorithm
-    turning = any(getattr(algorithm, name, False) for name in ("alternating", "period", "warmup_steps"))
+    turning = any(
+        getattr(algorithm, name, False) for name in ("alternating", "period", "warmup_steps", "eigenbasis")
+    )
     return (
         turning
         or getattr(algorithm, "rounding", "") == "stochastic"

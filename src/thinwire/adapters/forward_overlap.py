@@ -131,7 +131,8 @@ def check_algorithm(algorithm: object) -> None:
     """Refuse algorithms that keep state: they commit all buckets of a step together."""
     if not isinstance(algorithm, Quantize) or algorithm.remembers:
         raise ConfigError(
-            f"overlap_forward takes only Quantize without a residual, got {algorithm}; use thinwire.attach"
+            f"overlap_forward takes only Quantize without a residual or eigenbasis, got {algorithm}; use "
+            "thinwire.attach"
         )
 
 

@@ -64,6 +64,8 @@ class Slot:
             parameter names and its tensors are flat, in the parameter's memory order, but saved in the
             parameter's shape. Otherwise its labels are those of routes.
         is_saved: Whether it is saved at all.
+        is_listed: Whether a state lists it if it is empty. Not if earlier releases do not know it: DCP could
+            not load their states. DCP then loads it only into a run that has it.
         check: Raises `StateError` if a loaded tensor is not valid for the slot. Called with the label, the
             tensor, and the shapes of all parameters by name.
     """
@@ -72,6 +74,7 @@ class Slot:
     is_local: bool = False
     is_elementwise: bool = False
     is_saved: bool = True
+    is_listed: bool = field(default=True, compare=False)
     check: Callable[[str, torch.Tensor, Mapping[str, tuple[int, ...]]], None] | None = field(
         default=None, compare=False, repr=False
     )

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
+from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity, Memory
+from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, Eigenbasis
 from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
 from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
@@ -54,10 +55,14 @@ class Quantize(Algorithm):
         error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains from it in
             2 and 1 bits; Adam loses below 4.
         seed: The seed of stochastic rounding.
+        eigenbasis: A pattern of names, such as "blocks.*": matrices that Muon trains. They are encoded in the
+            eigenbasis of Ḡ Ḡᵀ, of their mean gradients and their shorter side, so that errors are relative to
+            each direction's own size. Members compute the basis from the same means, so nothing more is sent.
 
     Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
     keeps an fp32 residual of the size of the gradients (fp64 for fp64) and makes a host synchronisation, for
-    the finite check (none without `host_check`).
+    the finite check (none without `host_check`). An eigenbasis makes one too, keeps two squares of a matrix's
+    shorter side in fp32, multiplies by such squares three times, and decomposes one in every tenth step.
 
     A scale has fp32's range: fp64 gradients beyond it are not finite. For any dtype, values beyond half of
     that range (1.7e38) may not be finite either, since below 8 bits a level may exceed the number it stands
@@ -77,7 +82,7 @@ class Quantize(Algorithm):
         compression ratio 7.5 (of each process), 2 rounds a step
     """
 
-    slots = (ERROR,)
+    slots = (ERROR, COVARIANCE, EIGENVECTORS)
     always_shown = ("bits",)
     pipelines_buckets = True
 
@@ -87,6 +92,7 @@ class Quantize(Algorithm):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False
     seed: int = 0
+    eigenbasis: str = ""
 
     def __post_init__(self) -> None:
         bits = whole_number("bits", self.bits, minimum=1)
@@ -102,15 +108,22 @@ class Quantize(Algorithm):
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "error_feedback", true_or_false("error_feedback", self.error_feedback))
+        if not isinstance(self.eigenbasis, str):
+            raise ConfigError(f'eigenbasis must be a pattern of names, "blocks.*", got {self.eigenbasis!r}')
+        if self.eigenbasis and self.error_feedback:
+            raise ConfigError(
+                "eigenbasis can't be combined with error_feedback: a residual would be of an earlier basis; "
+                "choose one"
+            )
         object.__setattr__(self, "seed", whole_number("seed", self.seed, minimum=0))
 
     @property
     def remembers(self) -> bool:
-        return self.error_feedback
+        return self.error_feedback or bool(self.eigenbasis)
 
     @property
-    def split_granularity(self) -> int:
-        return self.block
+    def split_granularity(self) -> Granularity:
+        return "parameter" if self.eigenbasis else self.block
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         numels = [spec.numel for spec in specs]
@@ -130,7 +143,16 @@ class Quantize(Algorithm):
             )
             for spec, count in zip(specs, counts, strict=True)
         ]
-        return QuantizePlan(tuple(specs), tuple(routes), self, blocks)
+        eigenbasis = Eigenbasis.of(specs, self.eigenbasis) if self.eigenbasis else None
+        return QuantizePlan(tuple(specs), tuple(routes), self, blocks, eigenbasis)
+
+    def check_model(self, specs: Sequence[ParameterSpec]) -> None:
+        super().check_model(specs)
+        if self.eigenbasis and specs and not any(Eigenbasis.of(specs, self.eigenbasis).shapes):
+            raise ConfigError(
+                f"eigenbasis={self.eigenbasis!r} matches no matrix of the model; its parameters have names "
+                f"like {specs[0].name!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -139,6 +161,7 @@ class QuantizePlan(BucketPlan):
 
     config: Quantize
     blocks: Blocks
+    eigenbasis: Eigenbasis | None = None
     # The kernels of the last step, by the facts that chose them.
     _kernels: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -147,15 +170,19 @@ class QuantizePlan(BucketPlan):
         """The dtype of the arithmetic and of residuals."""
         return self.specs[0].memory_dtype
 
+    def kernels(self, device: torch.device) -> set[str]:
+        # Every member computes the eigenbasis from the same means, so all must round alike.
+        return set() if self.eigenbasis is None else {dispatch.name_of_products(device)}
+
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Average in few bits, in two rounds; exactly, in one, if a residual is left from another algorithm.
 
-        1. With error feedback: values ← gradient + residual.
+        1. With error feedback: values ← gradient + residual. In the eigenbasis: values ← Uᵀ gradient.
         2. Encode all blocks, and send to each member those that it averages (first round).
         3. Decode this member's blocks from all members, average them in full precision, encode the mean.
         4. Gather the coded means of all blocks (second round). All members decode the same bytes.
         5. After the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
-           plus what encoding its mean has lost.
+           plus what encoding its mean has lost. In the eigenbasis: gradient ← U decoded mean; U follows.
         """
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):
@@ -171,6 +198,8 @@ class QuantizePlan(BucketPlan):
             parts, errors = parts_with_residual(bucket, memory, values)
             if errors:
                 torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
+        elif self.eigenbasis is not None:
+            values = self.eigenbasis.turned(bucket, memory, self.dtype)
 
         # A ring all-reduce of codes would round every partial sum again. This way each number is rounded only
         # twice (by its member, and as a mean), and the sum has full precision.
@@ -191,8 +220,11 @@ class QuantizePlan(BucketPlan):
         coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
         # Only the gathered scales are the same on all members: with others, some would commit and some not.
-        yield Commit(AllFinite((coded.scales,)), writes=keeps_residual)
-        if lost is None:
+        yield Commit(AllFinite((coded.scales,)), writes=self.config.remembers)
+        if self.eigenbasis is not None:
+            kernels.decode(coded, blocks, codebook, values)
+            self.eigenbasis.turn_back(values, bucket, memory)
+        elif lost is None:
             kernels.decode(coded, blocks, codebook, bucket.flat)
         else:
             args = ResidualArgs(coded, blocks, codebook, bucket.flat, values, sent, lost, share, scale)

@@ -130,11 +130,19 @@ def entry_kernels_for(like: torch.Tensor, layout: EntryLayout) -> EntryKernels:
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
     """Return the backend's name, version and kind of device: if these differ, the last bits may differ."""
-    backend, _ = _serving(like, matrix_rank)
+    return _name_of(_serving(like, matrix_rank)[0], like.device)
+
+
+def name_of_products(device: torch.device) -> str:
+    """Return the same for PyTorch's products and decompositions."""
+    return f"{_name_of(TORCH, device)} with {torch.get_num_threads()} threads"
+
+
+def _name_of(backend: Backend, device: torch.device) -> str:
     name = f"{backend.name} {backend.version()}"
-    if like.device.type != "cuda":
+    if device.type != "cuda":
         return name
-    gpu = torch.cuda.get_device_properties(like.device)
+    gpu = torch.cuda.get_device_properties(device)
     return f"{name} on {gpu.gcnArchName if torch.version.hip else f'sm_{gpu.major}{gpu.minor}'}"
 
 

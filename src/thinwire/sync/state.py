@@ -87,7 +87,11 @@ def tensors_to_save(
 ) -> Tensors:
     """Return memory as copies on the CPU, with loaded tensors that are not in memory yet."""
     named = {**SLOTS, **{slot.name: slot for slot in (*algorithm.slots, *memory.slots)}}
-    slots: Tensors = {slot: {} for slot in named.values() if slot.is_saved}
+    filled = {slot for slot in named.values() if memory.slots.get(slot) or pending.get(slot)}
+    # DCP loads only what the state of the resuming run lists, and fails if the saved one lacks any of it.
+    slots: Tensors = {
+        slot: {} for slot in named.values() if slot.is_saved and (slot in filled or slot.is_listed)
+    }
     for slot, tensors in slots.items():
         for label, tensor in memory.slots.get(slot, {}).items():
             if slot.is_elementwise:
