@@ -99,7 +99,7 @@ FAULTS = [
     Fault("local SGD: another fragment's turn", "[self.fragments[(self.turns + turns_ahead) % len(self.fragments)]]", "[self.fragments[self.turns % len(self.fragments)]]", LOCAL + " elastic"),
     Fault("local SGD: an uneven scale is dropped", "flat.mul_(scale)\n        self.sent_at", "pass\n        self.sent_at", LOCAL),
     Fault("local SGD: overflow is averaged", "if not committed or not are_finite(self.changes, self._engine.settings.health_group):", "if not committed:", LOCAL),
-    Fault("local SGD: the outer step is skipped", "fragment.apply(flats, outer, local_weight)", "fragment.apply(flats, None, local_weight)", LOCAL),
+    Fault("local SGD: the outer step is skipped", "outer = None if self.schedule.is_warm_up(step) else self.model.outer", "outer = None", LOCAL),
     Fault("local SGD: work is counted twice", "fragment.work -= fragment.sent_work", "pass", LOCAL + " elastic", first="work"),
     Fault("local SGD: the local share is dropped", "local_weight = self.schedule.local_weight(self.engines.main.algorithm) if self.age else 0.0", "local_weight = 0.0", LOCAL),
     Fault("hooks: warm-up of local SGD ends late", "is_local = state.iter >= state.start_localSGD_iter", "is_local = state.iter > state.start_localSGD_iter", "hooks"),

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone, clean_lives
+from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone, clean_lives, uncounted
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, TopK
 from thinwire.comm.in_process import wait_for
-from thinwire.elastic import Steps
+from thinwire.elastic import InProcessGroup, Steps
 from thinwire.errors import ConfigError, LeftError, StepError
 
 LR = 0.1
@@ -81,6 +81,11 @@ class Run(InTurns[Steps]):
         """Return by how much the first member's numbers have changed since it began."""
         return self.models[self.steps, 0].double() - self.models[0, 0].double()
 
+    def meant(self) -> torch.Tensor:
+        """Return the sum of SGD's steps along the mean gradients."""
+        means = [torch.stack([*gradients.values()]).mean(0) for gradients in self.put_in.values()]
+        return -LR * torch.stack(means).sum(0)
+
 
 def test_members_that_come_go_and_vanish_take_the_same_steps() -> None:
     run = Run([0, 0, 0, 2], ends={1: (3, "leave"), 2: (4, "kill")})
@@ -112,7 +117,7 @@ def test_movement_and_mean_residual_are_all_mean_gradients_whoever_joins_and_lea
     run = Run(**lives, adam=False, algorithm=algorithm)
     assert not run.errors
     run.check_equal(since=1)
-    true = -LR * torch.stack([torch.stack([*each.values()]).mean(0) for each in run.put_in.values()]).sum(0)
+    true = run.meant()
     owed = torch.zeros_like(true)
     for member in (member for member, result in enumerate(run.results) if result == "done"):
         # By those of the last step, who have left with it included.
@@ -138,6 +143,13 @@ def test_who_misses_the_last_message_alone_takes_the_step_late() -> None:
     assert (2, 1) not in run.models  # it took that step together with the next one
     assert run.adapters[1].membership().averagings == 6
     assert 2 not in {step for step, put_in in run.put_in.items() if 1 in put_in}
+
+
+def test_gradients_of_a_step_taken_late_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcessGroup, "commit", uncounted)
+    run = Run([0, 0, 0], adam=False, algorithm=AllReduce(), faults={1: (VOTE, 3)})
+    assert [len(gradients) for gradients in run.put_in.values()] == [3, 3, 2, 3, 3, 3]
+    torch.testing.assert_close(run.moved(), run.meant(), rtol=1e-5, atol=1e-6)
 
 
 def test_of_two_the_one_that_has_been_there_longer_goes_on() -> None:

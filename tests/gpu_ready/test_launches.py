@@ -84,6 +84,8 @@ class Step:
             found = counted(step)
         is_exact = isinstance(self.algorithm, AllReduce)
         assert is_exact or self.machines or engine.reporter.counts().compression_ratio > 1.5
+        if not self.machines:  # the others of a machine are not there
+            assert engine.reporter.counts().message_bytes == 3 * engine.plan.message_bytes
         return found
 
     def check(self, found: Counted | None = None) -> None:

@@ -157,7 +157,9 @@ def test_a_resumed_run_goes_on_to_the_same_bits(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PowerSGD(matrix_rank=2), Quantize(bits=2, error_feedback=True), TopK()], ids=str
+    "algorithm",
+    [PowerSGD(matrix_rank=2), BatchedPowerSGD(), Quantize(bits=2, error_feedback=True), TopK()],
+    ids=str,
 )
 def test_each_process_remembers_its_part(algorithm: Algorithm) -> None:
     several, alone = machines(algorithm, LAYERS, 2, 4), Simulation(algorithm, LAYERS, num_workers=2)
@@ -167,7 +169,7 @@ def test_each_process_remembers_its_part(algorithm: Algorithm) -> None:
     whole = alone.engines[0].state.memory_bytes()
     parts = [engine.state.memory_bytes() for engine in several.engines[:4]]
     assert whole <= sum(parts) <= 1.05 * whole
-    assert max(parts) <= 1.5 * whole / 4 + 64  # six matrices for four processes
+    assert max(parts) <= 1.5 * whole / 4 + 64  # six layers for four processes
 
 
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD(matrix_rank=2)], ids=str)
