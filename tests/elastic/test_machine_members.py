@@ -144,7 +144,6 @@ def test_a_killed_member_averages_gradients_again_and_one_of_another_layout_is_r
         events.wait_for_averagings(1)
         assert len(events.lines(event="joined")) == 6
 
-        losses = events.lines(event="averaged", member=0)[-1]["losses"]
         lighthouse = events.output.read_text().partition("lighthouse ")[2].partition(";")[0]
         others = ["--max=1", "--min=1", "--max-restarts=0", f"--lighthouse={lighthouse}"]
         with running(tmp_path, *others, processes=3, inside="fsdp", first_member=7, **options):
@@ -152,7 +151,6 @@ def test_a_killed_member_averages_gradients_again_and_one_of_another_layout_is_r
         assert refused["error"] == "AgreementError"
         assert "a member of 2 processes, each with the whole" in refused["message"]
         events.wait_for_averagings(0)
-        assert events.lines(event="averaged", member=0)[-1]["losses"] == losses
         events.wait(lambda: events.check_equal(have_parts=False) > 5)
 
 

@@ -54,7 +54,7 @@ class Averager(AbstractContextManager[Any]):
         self._attached = ExitStack()
         self._is_inside = False
         self._loaded: LoadedState | None = None  # until entry
-        # So that `sync` counts the same. Weak, to avoid a cycle: memory should be freed immediately.
+        # `sync` counts the same through this. It is weak: a cycle would delay the freeing of memory.
         self._engine.reporter.compared = partial(_with_steps, ref(self))
 
     def __reduce__(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What an elastic member averages, what it does with the means, and what a new member starts from."""
+"""The source of what an elastic member averages, and of what a new member starts from."""
 
 from __future__ import annotations
 
