@@ -13,5 +13,6 @@ from thinwire.preload.startup import watch_built
 if __name__ == "__main__":
     watch_built(DistributedDataParallel)
     del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    # Kept: a script's models are alive when Python ends.
+    namespace = runpy.run_path(sys.argv[0], run_name="__main__")
     atexit._run_exitfuncs()  # a forked process ends without
