@@ -219,7 +219,7 @@ class _Run:
         _runs.add(self)
         _of_thread.runs.add(self)
         # Processes that multiprocessing forks end without running atexit's functions.
-        Finalize(None, _end_runs, exitpriority=0)
+        Finalize(None, end_runs, exitpriority=0)
         if self._folder is None:
             if self._is_first and self._sync.algorithm.remembers:
                 _say(
@@ -246,7 +246,7 @@ class _Run:
     def _after_step(self, committed: bool) -> None:
         # Not in the signal handler, which may run in the middle of a step.
         if self._is_told_to_end:
-            _end_runs()
+            end_runs()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -288,7 +288,8 @@ def _tell_runs_to_end(*_: object) -> None:
 
 
 @atexit.register
-def _end_runs() -> None:
+def end_runs() -> None:
+    """End all runs; called again, it does nothing."""
     for run in list(_runs):
         run.end()
         _runs.discard(run)

@@ -65,9 +65,11 @@ def end_process() -> None:
 
     With `--strict`, end a process that has attached no model with exit code 1.
     """
+    model = sys.modules.get("thinwire.preload.model")
+    if model is not None:
+        model.end_runs()  # before this ends the process, whichever of the two was registered first
     if os.environ.get("RANK", "0") != "0" or MODULE not in sys.modules:
         return
-    model = sys.modules.get("thinwire.preload.model")
     if model is None:
         trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_made_an_optimizer()
         # Processes that a rank spawns, such as data workers, inherit its RANK. A script may attach by itself.
