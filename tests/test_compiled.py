@@ -29,8 +29,9 @@ Way: TypeAlias = tuple[nn.Module, Callable[[], object]]
 @contextmanager
 def attached(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way]:
     model = DistributedDataParallel(module)
-    thinwire.attach(model, Quantize(bits=8))
+    sync = thinwire.attach(model, Quantize(bits=8))
     yield model, optimizer.step
+    assert sync.stats().compression_ratio > 2
 
 
 @contextmanager
@@ -43,16 +44,19 @@ def hooked(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way]
 @contextmanager
 def with_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way]:
     model = DistributedDataParallel(module)
-    model.register_comm_hook(hooks.PowerSGDState(None, start_powerSGD_iter=1), hooks.powerSGD_hook)
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=1)
+    model.register_comm_hook(state, hooks.powerSGD_hook)
     yield model, optimizer.step
+    assert state.stats().compression_ratio > 1
 
 
 @contextmanager
 def joined(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way]:
     model = DistributedDataParallel(module)
-    thinwire.attach(model, Quantize(bits=8))
+    sync = thinwire.attach(model, Quantize(bits=8))
     with thinwire.join(model, divide_by_initial_world_size=False):
         yield model, optimizer.step
+    assert sync.stats().compression_ratio > 2
 
 
 @contextmanager
@@ -62,12 +66,14 @@ def overlapped(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
     sync = thinwire.overlap_forward(model, Quantize(bits=8), torchs)
     yield torch.compiler.disable(model), torchs.step  # type: ignore[no-untyped-call] # it refuses compiled models
     sync.flush()
+    assert sync.stats().compression_ratio > 2
 
 
 @contextmanager
 def listed(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way]:
     aggregator = AlgorithmAggregator(module.parameters(), Quantize(bits=8))
     yield module, lambda: optimizer_step(optimizer, aggregator)
+    assert aggregator.sync.stats().compression_ratio > 2
 
 
 @contextmanager
@@ -75,8 +81,9 @@ def sharded(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(module, mesh=mesh["shard"])
     optimizer.param_groups[0]["params"] = list(module.parameters())
-    thinwire.attach(module, Quantize(bits=8), replicas=mesh["replicate"])
+    sync = thinwire.attach(module, Quantize(bits=8), replicas=mesh["replicate"])
     yield module, optimizer.step
+    assert sync.stats().compression_ratio > 2
 
 
 @contextmanager
@@ -118,5 +125,6 @@ def trained(open_way: Any, compile_: Callable[[Any], Any] = lambda function: fun
 @pytest.mark.parametrize("way", [attached, hooked, with_state, joined, overlapped, listed, sharded, averaged])
 @in_each_process(2)
 def test_a_compiled_training_step_changes_nothing(way: Any) -> None:
+    assert dist.get_world_size() == 2
     expected = trained(way)
     assert all(map(torch.equal, trained(way, partial(torch.compile, backend="eager")), expected))

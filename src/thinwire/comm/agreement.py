@@ -102,9 +102,11 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
         return
     # A member in a different call differs in everything else too: report only the call.
     if CALL in differing:
+        holders = _holders(everyone, CALL).items()
+        calls = ", ".join(f"{call or 'another call'} on {_named(who)}" for call, who in holders)
         raise AgreementError(
-            f"{purpose}: calls differ: {_calls(everyone)}. Make the same calls on every "
-            "process, in the same order; nothing was changed"
+            f"{purpose}: calls differ: {calls}. Make the same calls on every process, in the same order; "
+            "nothing was changed"
         )
     if ALGORITHM in differing:  # its settings follow, which other algorithms do not have
         differing = differing[: differing.index(ALGORITHM) + 1]
@@ -115,11 +117,6 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
         f"{purpose}: {'; '.join(listed)}. "
         "Give all processes the same model, algorithm, state and packages; nothing was changed"
     )
-
-
-def _calls(everyone: Sequence[Description]) -> str:
-    holders = _holders(everyone, CALL).items()
-    return ", ".join(f"{call or 'another call'} on {_named(who)}" for call, who in holders)
 
 
 def _who_has_what(everyone: Sequence[Description], subject: str) -> str:
