@@ -111,13 +111,13 @@ class PeerExchange:
         tag = TAGS[kind] + next(self._send_numbers[kind]) % NUM_TAGS
         works: list[dist.Work] = []
         for peer in self._peers:
-            if len(received[peer]) > head_bytes:
+            if received[peer].numel() > head_bytes:
                 works.append(group.recv([received[peer][head_bytes:]], peer, tag + NUM_TAGS))
         for peer in self._peers:
-            length = torch.tensor([len(sent[peer])]).view(torch.uint8)
+            length = torch.tensor([sent[peer].numel()]).view(torch.uint8)
             head, rest = sent[peer][:head_bytes], sent[peer][head_bytes:]
             works.append(group.send([torch.cat([length, head])], peer, tag))
-            if len(rest):
+            if rest.numel():
                 works.append(group.send([rest], peer, tag + NUM_TAGS))
         rows = list(map(received.__getitem__, self._peers))
         work = PeerWork(posted.popleft(), rows, works, finish, self._under_way.discard)
@@ -164,11 +164,11 @@ class PeerWork:
         for recv, row in zip(posted, self.rows, strict=False):
             recv.work.wait()
             length = int(recv.room[:LENGTH_BYTES].view(torch.int64))
-            if length != len(row):
+            if length != row.numel():
                 # A RuntimeError, as backends raise: the caller adds the message's name.
-                raise RuntimeError(f"expected a message of {len(row)} bytes, got {length}")
+                raise RuntimeError(f"expected a message of {row.numel()} bytes, got {length}")
             head = recv.room[LENGTH_BYTES:][:length]
-            row[: len(head)].copy_(head)
+            row[: head.numel()].copy_(head)
         for work in works:
             work.wait()
         self.on_end(self)
