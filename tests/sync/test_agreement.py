@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -77,6 +77,17 @@ def numba_on_one() -> None:
         ddp_step()
 
 
+def eigenvectors_of_another_processor() -> None:
+    eigh = torch.linalg.eigh
+    flipped = Mock(side_effect=lambda M: torch.return_types.linalg_eigh([eigh(M)[0], -eigh(M)[1]]))
+    dispatch._bits_of_some.cache_clear()
+    try:
+        with patch("torch.linalg.eigh", flipped if is_odd() else eigh):
+            ddp_step(Quantize(bits=4, eigenbasis="*"))
+    finally:
+        dispatch._bits_of_some.cache_clear()
+
+
 def other_hook_in_a_new_group() -> None:
     group = dist.new_group()  # in which no hook has been used
     hooked_step(group, hooks.bf16_compress_hook if is_odd() else hooks.fp16_compress_hook, group)
@@ -107,6 +118,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "process 0 has start_localSGD_iter 1, process 1 has start_localSGD_iter 2",
     ),
     "another version": (another_version, "process 1 has thinwire 9.9.9"),
+    "another processor's eigenvectors": (eigenvectors_of_another_processor, "process 0 has kernels of PyTorch"),
 }
 if find_spec("numba") is not None:  # else none has it
     words = f"process 0 has kernels of Numba {version('numba')}, process 1 has kernels of PyTorch"

@@ -171,8 +171,8 @@ class QuantizePlan(BucketPlan):
         return self.specs[0].memory_dtype
 
     def kernels(self, device: torch.device) -> set[str]:
-        # Every member computes the eigenbasis from the same means, so all must round alike.
-        return set() if self.eigenbasis is None else {dispatch.name_of_products(device)}
+        # Every member computes the eigenbasis from the same means, so all must find the same vectors.
+        return set() if self.eigenbasis is None else {dispatch.name_of_eigenvectors(device)}
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Average in few bits, in two rounds; exactly, in one, if a residual is left from another algorithm.

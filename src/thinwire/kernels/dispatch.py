@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import cast
+from zlib import crc32
 
 import torch
 
@@ -133,9 +134,20 @@ def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
     return _name_of(_serving(like, matrix_rank)[0], like.device)
 
 
-def name_of_products(device: torch.device) -> str:
-    """Return the same for PyTorch's products and decompositions."""
-    return f"{_name_of(TORCH, device)} with {torch.get_num_threads()} threads"
+def name_of_eigenvectors(device: torch.device) -> str:
+    """Return the same for PyTorch's products and eigenvectors, with a sum of some of their bits."""
+    threads = torch.get_num_threads()
+    return f"{_name_of(TORCH, device)} with {threads} threads, eigenvectors {_bits_of_some(device, threads)}"
+
+
+@cache
+def _bits_of_some(device: torch.device, threads: int) -> str:
+    # A processor's make decides how its library multiplies. Where eigenvalues are close, other last bits turn
+    # eigenvectors by any angle: rank 0, on an AMD, would decode directions that rank 1, on an Intel, never sent.
+    steps = torch.arange(128.0, device=device)
+    M = torch.outer(steps, steps).remainder(251) / 251
+    eigenvectors = torch.linalg.eigh(M @ M.T).eigenvectors.cpu()
+    return f"{crc32(bytes(eigenvectors.flatten().view(torch.uint8).tolist())):08x}"
 
 
 def _name_of(backend: Backend, device: torch.device) -> str:
