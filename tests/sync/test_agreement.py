@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
@@ -79,7 +80,7 @@ def numba_on_one() -> None:
 
 def eigenvectors_of_another_processor() -> None:
     eigh = torch.linalg.eigh
-    flipped = Mock(side_effect=lambda M: torch.return_types.linalg_eigh([eigh(M)[0], -eigh(M)[1]]))
+    flipped = Mock(side_effect=lambda matrix: SimpleNamespace(eigenvectors=-eigh(matrix).eigenvectors))
     dispatch._bits_of_some.cache_clear()
     try:
         with patch("torch.linalg.eigh", flipped if is_odd() else eigh):
@@ -118,7 +119,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "process 0 has start_localSGD_iter 1, process 1 has start_localSGD_iter 2",
     ),
     "another version": (another_version, "process 1 has thinwire 9.9.9"),
-    "another processor's eigenvectors": (eigenvectors_of_another_processor, "process 0 has kernels of PyTorch"),
+    "another processor's eigenvectors": (
+        eigenvectors_of_another_processor,
+        "process 0 has kernels of PyTorch",
+    ),
 }
 if find_spec("numba") is not None:  # else none has it
     words = f"process 0 has kernels of Numba {version('numba')}, process 1 has kernels of PyTorch"

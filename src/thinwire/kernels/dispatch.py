@@ -143,10 +143,11 @@ def name_of_eigenvectors(device: torch.device) -> str:
 @cache
 def _bits_of_some(device: torch.device, threads: int) -> str:
     # A processor's make decides how its library multiplies. Where eigenvalues are close, other last bits turn
-    # eigenvectors by any angle: rank 0, on an AMD, would decode directions that rank 1, on an Intel, never sent.
+    # eigenvectors by any angle: rank 0, on an AMD, would decode directions that rank 1, on an Intel, has not
+    # sent.
     steps = torch.arange(128.0, device=device)
-    M = torch.outer(steps, steps).remainder(251) / 251
-    eigenvectors = torch.linalg.eigh(M @ M.T).eigenvectors.cpu()
+    matrix = torch.outer(steps, steps).remainder(251) / 251
+    eigenvectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors.cpu()
     return f"{crc32(bytes(eigenvectors.flatten().view(torch.uint8).tolist())):08x}"
 
 
