@@ -244,6 +244,9 @@ METHODS: dict[str, Method] = {
         f"Quantize, {bits} bits, eigenbasis": averaging(Quantize(bits=bits, eigenbasis="*.blocks.*"))
         for bits in (5, 4, 3, 2)
     },
+    "Quantize, 2 bits in blocks of 32, eigenbasis": averaging(
+        Quantize(bits=2, block=32, eigenbasis="*.blocks.*")
+    ),
     "TopK, 1/32": averaging(TopK(density=1 / 32)),
     **{f"LocalSGD every {steps}": local(steps) for steps in (1, 4, 10, 30)},
     **{f"LocalSGD every {steps}, 4 bits": local(steps, Quantize(bits=4)) for steps in (4, 10, 30)},

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity, Memory
-from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, Eigenbasis
+from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Eigenbasis
 from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
 from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
@@ -56,13 +56,15 @@ class Quantize(Algorithm):
             2 and 1 bits; Adam loses below 4.
         seed: The seed of stochastic rounding.
         eigenbasis: A pattern of names, such as "blocks.*": matrices that Muon trains. They are encoded in the
-            eigenbasis of Ḡ Ḡᵀ, of their mean gradients and their shorter side, so that errors are relative to
-            each direction's own size. Members compute the basis from the same means, so nothing more is sent.
+            eigenbases of Ḡ Ḡᵀ and Ḡᵀ Ḡ, of their mean gradients, and errors are relative to each direction's
+            own size. Members compute the bases from the same means, so nothing more is sent; all of them must
+            find the same eigenvectors, so their processors must be of one make.
 
     Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
     keeps an fp32 residual of the size of the gradients (fp64 for fp64) and makes a host synchronisation, for
-    the finite check (none without `host_check`). An eigenbasis makes one too, keeps two squares of a matrix's
-    shorter side in fp32, multiplies by such squares three times, and decomposes one in every tenth step.
+    the finite check (none without `host_check`). Eigenbases make one too, keep 2 (m² + n²) numbers in fp32
+    for a matrix of m × n, multiply it by squares of its sides six times, and decompose two squares in every
+    tenth step. Sides above 512 are cut into equal pieces, with smaller squares.
 
     A scale has fp32's range: fp64 gradients beyond it are not finite. For any dtype, values beyond half of
     that range (1.7e38) may not be finite either, since below 8 bits a level may exceed the number it stands
@@ -82,7 +84,7 @@ class Quantize(Algorithm):
         compression ratio 7.5 (of each process), 2 rounds a step
     """
 
-    slots = (ERROR, COVARIANCE, EIGENVECTORS)
+    slots = (ERROR, COVARIANCE, EIGENVECTORS, VARIANCES)
     always_shown = ("bits",)
     pipelines_buckets = True
 

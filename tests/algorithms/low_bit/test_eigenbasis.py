@@ -1,4 +1,4 @@
-"""Few bits in the eigenbasis: what it gains, which basis it is, and what is refused."""
+"""Few bits in eigenbases: what they gain, which bases they are, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,52 +7,84 @@ import torch
 
 from catalog import spec
 from thinwire import ConfigError, Quantize, StateError
-from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS
+from thinwire.algorithms import eigenbasis
+from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Pair
 from thinwire.simulation import Simulation
 
-SIDE, LENGTH = 32, 96
-# Directions of a gradient: each of the first eight is half of the one before.
-DIRECTIONS = torch.linalg.qr(torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)))[0]
-SIZES = 2.0 ** -torch.arange(SIDE).clamp(max=7)
+ROWS, COLUMNS = 32, 96
 
 
-def trained(algorithm: Quantize, shape: tuple[int, int]) -> tuple[Simulation, torch.Tensor, torch.Tensor]:
-    """Return a simulation after 60 steps; the last step's true mean and its result, (directions, length)."""
+def directions(side: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(side, side, generator=torch.Generator().manual_seed(side)))[0]
+
+
+U, V = directions(ROWS), directions(COLUMNS)
+# Directions of a gradient: each of the first eight is half of the one before; every fourth column is large.
+SIZES = 2.0 ** -torch.arange(ROWS).clamp(max=7)
+COLUMN_SIZES = torch.tensor([4.0, 0.1, 0.1, 0.1]).repeat(COLUMNS // 4)
+
+
+def trained(algorithm: Quantize, *, is_tall: bool = False) -> tuple[Simulation, torch.Tensor, torch.Tensor]:
+    """Return a simulation after 60 steps; the last step's true mean and its result, both in directions."""
+    shape = (COLUMNS, ROWS) if is_tall else (ROWS, COLUMNS)
     simulation = Simulation(algorithm, [(spec("weight", *shape),)], num_workers=2)
     for step in range(60):
-        drawn = torch.randn(2, SIDE, LENGTH, generator=torch.Generator().manual_seed(step))
-        matrices = DIRECTIONS @ (SIZES[:, None] * drawn)
-        turned = matrices if shape == (SIDE, LENGTH) else matrices.mT
-        flats = [[matrix.reshape(-1).clone()] for matrix in turned]
+        drawn = torch.randn(2, ROWS, COLUMNS, generator=torch.Generator().manual_seed(step))
+        matrices = U @ (SIZES[:, None] * drawn * COLUMN_SIZES) @ V.T
+        flats = [[matrix.reshape(-1).clone()] for matrix in (matrices.mT if is_tall else matrices)]
         assert simulation.step(flats)
         assert torch.equal(flats[0][0], flats[1][0])
     result = flats[0][0].view(shape)
-    return (
-        simulation,
-        DIRECTIONS.T @ matrices.mean(0),
-        DIRECTIONS.T @ (result if shape[0] == SIDE else result.T),
-    )
+    return simulation, U.T @ matrices.mean(0) @ V, U.T @ (result.T if is_tall else result) @ V
 
 
-@pytest.mark.parametrize("shape", [(SIDE, LENGTH), (LENGTH, SIDE)], ids=str)
-def test_small_directions_arrive(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("is_tall", [False, True])
+def test_small_directions_arrive(is_tall: bool) -> None:
     errors = {}
     for algorithm in (Quantize(bits=4), Quantize(bits=4, eigenbasis="*")):
-        simulation, mean, result = trained(algorithm, shape)
+        simulation, mean, result = trained(algorithm, is_tall=is_tall)
+        assert simulation.syncs[0].stats().compression_ratio > 7  # no bytes more
         errors[bool(algorithm.eigenbasis)] = (result - mean).norm(dim=1) / mean.norm(dim=1)
-        assert 7 < simulation.syncs[0].stats().compression_ratio < 8  # no bytes more
+        small = COLUMN_SIZES < 1
+        is_near = (result - mean)[:, small].norm() < 0.7 * mean[:, small].norm()
+        assert is_near == bool(algorithm.eigenbasis)
     assert (errors[False][7:] > 1).all(), "codes of one size should hide small directions"
     assert (errors[True] < 0.3).all()
 
 
-def test_the_basis_is_that_of_mean_gradients() -> None:
-    simulation, *_ = trained(Quantize(bits=4, eigenbasis="*"), (SIDE, LENGTH))
+def test_the_bases_are_those_of_mean_gradients() -> None:
+    simulation, *_ = trained(Quantize(bits=4, eigenbasis="*"))
     memory = simulation.engines[0].state.memory
-    basis, covariance = memory[EIGENVECTORS]["weight"], memory[COVARIANCE]["weight"]
-    torch.testing.assert_close(basis.T @ basis, torch.eye(SIDE), atol=1e-5, rtol=0)
+    bases = Pair.of(memory[EIGENVECTORS]["weight"], (ROWS, COLUMNS))
+    for (basis,) in bases:
+        torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis)), atol=1e-5, rtol=0)
+    covariance = Pair.of(memory[COVARIANCE]["weight"], (ROWS, COLUMNS)).rows[0]
     expected = torch.linalg.eigh(covariance)[1].flip(1)
-    assert ((basis.T @ expected).diagonal()[:4].abs() > 0.99).all()
-    assert ((basis.T @ DIRECTIONS).diagonal()[:4].abs() > 0.9).all()
+    assert ((bases.rows[0].T @ expected).diagonal()[:4].abs() > 0.99).all()
+    assert ((bases.rows[0].T @ U).diagonal()[:4].abs() > 0.9).all()
+    num_large = COLUMNS // 4
+    assert ((bases.columns[0].T @ V[:, ::4])[:num_large].norm(dim=1) > 0.95).all()
+    rows, columns = memory[VARIANCES]["weight"].split([ROWS, COLUMNS])
+    torch.testing.assert_close(rows[:4], SIZES[:4].square() / SIZES.square().sum(), rtol=0.3, atol=0)
+    assert columns[:num_large].sum() > 0.9
+
+
+def test_long_sides_have_a_basis_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eigenbasis, "MAX_PIECE", ROWS)
+    simulation, mean, result = trained(Quantize(bits=4, eigenbasis="*"))
+    bases = Pair.of(simulation.engines[0].state.memory[EIGENVECTORS]["weight"], (ROWS, COLUMNS))
+    assert bases.rows.shape == (1, ROWS, ROWS)
+    assert bases.columns.shape == (3, ROWS, ROWS)
+    assert ((result - mean).norm(dim=1) < 0.3 * mean.norm(dim=1)).all()
+
+
+def test_matrices_without_gradients_at_first_are_averaged_later() -> None:
+    simulation = Simulation(Quantize(bits=4, eigenbasis="*"), [(spec("weight", 8, 16),)], num_workers=2)
+    for step in range(4):
+        gradient = torch.full((128,), float(step // 2))
+        flats = [[gradient.clone()], [gradient.clone()]]
+        assert simulation.step(flats)
+        torch.testing.assert_close(flats[0][0], gradient, rtol=0.05, atol=0)
 
 
 def test_what_is_refused() -> None:
@@ -62,10 +94,11 @@ def test_what_is_refused() -> None:
         Quantize(bits=4, eigenbasis=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="matches no matrix of the model"):
         Quantize(bits=4, eigenbasis="block.*").check_model(
-            [spec("blocks.0", SIDE, LENGTH), spec("block.b", 4)]
+            [spec("blocks.0", ROWS, COLUMNS), spec("block.b", 4)]
         )
-    simulation, *_ = trained(Quantize(bits=4, eigenbasis="*"), (SIDE, LENGTH))
+    simulation, *_ = trained(Quantize(bits=4, eigenbasis="*"))
     state = simulation.state_dicts()[0]
-    for wrong in (torch.eye(LENGTH), torch.ones(SIDE, SIDE, SIDE)):
-        with pytest.raises(StateError, match="weight"):
-            simulation.syncs[0].load_state_dict({**state, "eigenvectors": (("weight", wrong),)})
+    for slot in ("covariance", "eigenvectors", "variances"):
+        for wrong in (torch.eye(COLUMNS), torch.ones(7)):
+            with pytest.raises(StateError, match="weight"):
+                simulation.syncs[0].load_state_dict({**state, slot: (("weight", wrong),)})
