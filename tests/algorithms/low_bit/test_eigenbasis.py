@@ -15,7 +15,9 @@ ROWS, COLUMNS = 32, 96
 
 
 def directions(side: int) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(side, side, generator=torch.Generator().manual_seed(side)))[0]
+    drawn = torch.randn(side, side, generator=torch.Generator().manual_seed(side))
+    orthogonal: torch.Tensor = torch.linalg.qr(drawn).Q
+    return orthogonal
 
 
 U, V = directions(ROWS), directions(COLUMNS)
@@ -64,7 +66,7 @@ def test_the_bases_are_those_of_mean_gradients() -> None:
     assert ((bases.rows[0].T @ U).diagonal()[:4].abs() > 0.9).all()
     num_large = COLUMNS // 4
     assert ((bases.columns[0].T @ V[:, ::4])[:num_large].norm(dim=1) > 0.95).all()
-    rows, columns = memory[VARIANCES]["weight"].split([ROWS, COLUMNS])
+    rows, columns = memory[VARIANCES]["weight"].split_with_sizes([ROWS, COLUMNS])
     torch.testing.assert_close(rows[:4], SIZES[:4].square() / SIZES.square().sum(), rtol=0.3, atol=0)
     assert columns[:num_large].sum() > 0.9
 
