@@ -111,7 +111,9 @@ def test_the_trainer_averages_shards_of_models(tmp_path: Path) -> None:
         stock = sharding_trainer(tmp_path, StockConfig(dp_replicate_size=2, dp_shard_size=2))
         with pytest.raises(thinwire.AttachError, match="leaves no replicas for Thinwire"):
             attach_trainer(stock, partial(thinwire.DiLoCo, every_steps=2))
-        attach_trainer(stock, POWER)  # gradients that PyTorch would average can be taken from it
+        # Gradients that PyTorch would average can be taken from it.
+        for averages in (POWER, thinwire.auto):
+            stock.remove_callback(attach_trainer(stock, averages))
 
 
 class Sharded(Regression):

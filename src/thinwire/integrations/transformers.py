@@ -207,7 +207,7 @@ class ThinwireCallback(TrainerCallback):
             if (
                 config is None
                 or not config.dp_replicate_enabled
-                or not (isinstance(self.algorithm, Algorithm) or len(config.fsdp_dim_names) == 1)
+                or (self._averages_models and len(config.fsdp_dim_names) > 1)
             ):
                 raise AttachError(
                     "the Trainer's FSDP leaves no replicas for Thinwire to average; pass "
