@@ -91,23 +91,29 @@ def test_the_trainer_averages_shards_of_models(tmp_path: Path) -> None:
     with sharding_on_cpus():
         config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         trainer = sharding_trainer(tmp_path, config, max_steps=2, save_strategy="no")
+        callback = attach_trainer(trainer, partial(thinwire.DiLoCo, every_steps=2))
+        trainer.train()
+        assert agreed(trainer.model)
+        assert callback.sync.stats().compression_ratio > 2
+    with sharding_on_cpus():  # the user's own replicas take precedence
+        trainer = sharding_trainer(tmp_path, config, max_steps=2, save_strategy="no")
         own = config.build_device_mesh("cpu")["dp_replicate"]
         made = list[bool]()
 
-        def averaging(*trained: Any, mesh: Any, **options: Any) -> thinwire.LocalSGD:
-            made.append(mesh is own)
-            return thinwire.DiLoCo(*trained, replicas=mesh, every_steps=2, **options)
+        def averaging(*trained: Any, replicas: Any, **options: Any) -> thinwire.LocalSGD:
+            made.append(replicas is own)
+            return thinwire.DiLoCo(*trained, replicas=replicas, every_steps=2, **options)
 
-        callback = attach_trainer(trainer, partial(averaging, mesh=own))
+        attach_trainer(trainer, partial(averaging, replicas=own))
         trainer.train()
         assert made == [True]
-        assert agreed(trainer.model)
-        assert callback.sync.stats().compression_ratio > 2
     with sharding_on_cpus():
         stock = sharding_trainer(tmp_path, StockConfig(dp_replicate_size=2, dp_shard_size=2))
         with pytest.raises(thinwire.AttachError, match="leaves no replicas for Thinwire"):
             attach_trainer(stock, partial(thinwire.DiLoCo, every_steps=2))
-        attach_trainer(stock, POWER)  # gradients that PyTorch would average can be taken from it
+        # Gradients that PyTorch would average can be taken from it.
+        for averages in (POWER, thinwire.auto):
+            stock.remove_callback(attach_trainer(stock, averages))
 
 
 class Sharded(Regression):

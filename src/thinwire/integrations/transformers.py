@@ -119,12 +119,12 @@ class ThinwireCallback(TrainerCallback):
     Args:
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or a function that
             makes a `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`, called
-            as `make(model, optimizer, grad_scaler=…)`; with FSDP2 also with the replicas' `mesh=…`, unless a
-            partial has one or a `process_group`. DDP is then built without `find_unused_parameters`, unless
-            `args` set it. Or `thinwire.auto`, alone or in a partial. Or a function that makes an elastic
-            member, such as `functools.partial(thinwire.elastic.DiLoCo, every_steps=30)`, in a Trainer of one
-            process. It stops after the members have made `max_steps`; `train()` raises `LeftError` if it was
-            asked to leave. Or text: "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
+            as `make(model, optimizer, grad_scaler=…)`; with FSDP2 also with `replicas=…`, unless a partial
+            has them. DDP is then built without `find_unused_parameters`, unless `args` set it. Or
+            `thinwire.auto`, alone or in a partial. Or a function that makes an elastic member, such as
+            `functools.partial(thinwire.elastic.DiLoCo, every_steps=30)`, in a Trainer of one process. It
+            stops after the members have made `max_steps`; `train()` raises `LeftError` if it was asked to
+            leave. Or text: "4 bits", "PowerSGD(matrix_rank=4)", "auto()".
         checkpoint: The folder that will be given as `train(resume_from_checkpoint=…)`, if it is not in
             `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must have exactly the parameters trained now.
@@ -207,7 +207,7 @@ class ThinwireCallback(TrainerCallback):
             if (
                 config is None
                 or not config.dp_replicate_enabled
-                or not (isinstance(self.algorithm, Algorithm) or len(config.fsdp_dim_names) == 1)
+                or (self._averages_models and len(config.fsdp_dim_names) > 1)
             ):
                 raise AttachError(
                     "the Trainer's FSDP leaves no replicas for Thinwire to average; pass "
@@ -309,11 +309,9 @@ class ThinwireCallback(TrainerCallback):
 
     def _replicas(self, trainer: Trainer) -> dict[str, Any]:
         """Return the argument for an FSDP2 model's replicas; empty if a partial has it."""
-        chosen = getattr(self.algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
-        if chosen or not trainer.is_fsdp_enabled:
+        if "replicas" in getattr(self.algorithm, "keywords", {}) or not trainer.is_fsdp_enabled:
             return {}
-        mesh = trainer.accelerator.torch_device_mesh["dp_replicate"]
-        return {"mesh" if self._averages_models else "replicas": mesh}
+        return {"replicas": trainer.accelerator.torch_device_mesh["dp_replicate"]}
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Return the checkpoint's folder; None if it was saved without Thinwire."""
