@@ -53,7 +53,7 @@ ENVIRONMENT = {
     "NPROC_PER_NODE": "2",
     "RAY_raylet_start_wait_time_s": "600",
     "AXOLOTL_DO_NOT_TRACK": "1",
-    "PYTHONPATH": str(HERE),  # seeded.py
+    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", str(HERE))]),  # for seeded.py
 }
 OF_TRAINER: dict[str, Any] = {
     "max_steps": 6,
