@@ -153,6 +153,7 @@ def proofs(folder: Path) -> dict[str, Proof]:
         "run_clm": foreign(
             ("datasets", "evaluate"), TORCHRUN, os.environ.get("RUN_CLM", "run_clm.py"), options(clm)
         ),
+        # TRL 1.9 draws an adapter before it sets a seed, so that its runs differ; 1.16 does it after.
         "trl": foreign(
             ("trl", "peft", "datasets"), ACCELERATE, source("trl.scripts.sft"), options(trained | lora)
         ),
