@@ -53,7 +53,7 @@ ENVIRONMENT = {
     "NPROC_PER_NODE": "2",
     "RAY_raylet_start_wait_time_s": "600",
     "AXOLOTL_DO_NOT_TRACK": "1",
-    "PYTHONPATH": str(HERE),  # seeded.py
+    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", str(HERE))]),  # for seeded.py
 }
 OF_TRAINER: dict[str, Any] = {
     "max_steps": 6,
@@ -153,6 +153,7 @@ def proofs(folder: Path) -> dict[str, Proof]:
         "run_clm": foreign(
             ("datasets", "evaluate"), TORCHRUN, os.environ.get("RUN_CLM", "run_clm.py"), options(clm)
         ),
+        # TRL 1.9 draws an adapter before it sets a seed, so that its runs differ; 1.16 does it after.
         "trl": foreign(
             ("trl", "peft", "datasets"), ACCELERATE, source("trl.scripts.sft"), options(trained | lora)
         ),

@@ -83,6 +83,24 @@ def test_an_error_of_all_processes_of_a_local_job_is_printed_once(
     assert printed == [error.format("one"), "", error.format("two")]
 
 
+@pytest.mark.parametrize(
+    ("typed_line", "error"),
+    [
+        ("attach --bit 4 -- true", "--bits"),
+        ("atach -- true", "'atach'"),
+        ("demo --processes two", "'--processes'"),
+        ("probe --save", "'--save'"),
+        ("report", "missing argument"),
+        ("lab --report -- true", "--report got --"),
+    ],
+)
+def test_a_line_that_can_not_be_parsed_is_refused_in_one(typed_line: str, error: str, typed: Typed) -> None:
+    done = typed(*typed_line.split())
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line[:10]) == (2, "thinwire: ")
+    assert error in line
+
+
 FILES = [
     "report run.jsonl --output {}",
     "probe --save {}",

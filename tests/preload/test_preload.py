@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from thinwire import ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
 from thinwire.preload import model as preload_model
 from thinwire.preload.settings import VARIABLE, Options
+from thinwire.preload.strict import ATTACHED, note_attached
 from thinwire.sync import engine_of
 
 SCRIPT, FORKED = (Path(__file__).with_name(name) for name in ("script.py", "forked.py"))
@@ -46,7 +48,7 @@ def weights(printed: str) -> str:
 def test_an_unchanged_script_trains_as_if_it_attached_by_itself(first: str, tmp_path: Path) -> None:
     """The line that users type; every night rank 0 is a Python as it is, which imports torch by itself."""
     folder, watch = tmp_path / "c", tmp_path / "w"
-    options = ["--algorithm", ALGORITHM, "--watch", str(watch), "--checkpoint", str(folder)]
+    options = ["--algorithm", ALGORITHM, "--watch", str(watch), "--checkpoint", str(folder), "--strict"]
     torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     with stand_ins() as stand_in:
         forked = [sys.executable, "-S", *stand_in, str(FORKED), str(SCRIPT)]
@@ -155,12 +157,34 @@ def test_strict_ends_the_training_instead() -> None:
     )
 
 
-def test_strict_fails_if_nothing_was_attached() -> None:
-    ranks = run_job(
-        str(FORKED), str(SCRIPT), "eval", environment=Options(ALGORITHM, strict=True).environment()
-    )
-    assert [rank.returncode for rank in ranks] == [1, 0]
-    assert "it made no forward pass in training mode" in ranks[0].stderr
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("exit 0", 1),
+        ('touch "$THINWIRE_ATTACH_ATTACHED"', 0),
+        ("exit 3", 3),
+        ("kill -9 $$", 128 + signal.SIGKILL),
+        # Signals are passed on; the parent has been one Python since before the shell.
+        ("trap 'exit 7' TERM; kill -TERM $PPID; sleep 60 & wait", 7),
+    ],
+)
+def test_strict_runs_a_command_and_fails_if_nothing_was_attached(code: str, exit_code: int) -> None:
+    ended = run_python("thinwire", "attach", "--strict", "--", "sh", "-c", code)
+    assert ended.returncode == exit_code
+    assert ("none of its processes" in ended.stderr) == (exit_code == 1)
+
+
+def test_a_process_on_another_machine_has_nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTACHED, "/folder/of/another/machine")
+    note_attached()
+
+
+def test_a_model_that_does_not_train_is_not_attached(tmp_path: Path) -> None:
+    attached = tmp_path / "attached"
+    environment = Options(ALGORITHM).environment() | {ATTACHED: str(attached)}
+    told = run_processes(FORKED, str(SCRIPT), "eval", environment=environment)
+    assert "it made no forward pass in training mode" in told
+    assert not attached.exists()
 
 
 @pytest.mark.parametrize(
@@ -172,28 +196,28 @@ def test_strict_fails_if_nothing_was_attached() -> None:
         (False, {"RANK": "0", "WORLD_SIZE": "2", "THINWIRE_ATTACH_BUILT": "1"}, False),  # a data worker of it
     ],
 )
-@pytest.mark.parametrize("is_strict", [False, True])
-def test_a_process_that_built_no_model_says_so_and_fails_if_strict(
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_process_that_built_no_model_says_so(
     has_optimizer: bool,
     environment: dict[str, str],
     is_told: bool,
-    is_strict: bool,
+    by_itself: bool,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A script that attaches by itself, to FSDP2 for example, has attached."""
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     from thinwire.preload import startup  # noqa: PLC0415 - it waits for DDP
 
-    for name in ("thinwire.preload.model", "thinwire.sync"):
+    for name in ("thinwire.preload.model", *["thinwire.sync"] * (not by_itself)):
         monkeypatch.delitem(sys.modules, name)
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: has_optimizer)
-    for name, value in ({"WORLD_SIZE": "1"} | environment | Options(strict=is_strict).environment()).items():
+    for name, value in ({"WORLD_SIZE": "1", ATTACHED: str(tmp_path / "attached")} | environment).items():
         monkeypatch.setenv(name, value)
     startup.end_process()
-    assert ("nothing was attached" in capsys.readouterr().err) == is_told
-    assert codes == [1] * (is_told and is_strict)
+    assert ("nothing was attached" in capsys.readouterr().err) == (is_told and not by_itself)
+    assert (tmp_path / "attached").exists() == by_itself
 
 
 def test_a_process_that_trains_has_made_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +291,9 @@ def test_options_travel_in_the_environment() -> None:
         ["--", "a-command-that-is-not-there"],
         [sys.executable, "script.py"],  # no --
         ["--bits", "4"],  # no command
+        ["--bit", "4", "--", sys.executable],
+        ["--checkpoint", "--", sys.executable],
+        ["--watch", "--", sys.executable],
         ["--algorithm", "", "--", sys.executable],
         ["--algorithm", "auto(budget=1)", "--", sys.executable],
         ["--checkpoint", "/dev/null/folder", "--", sys.executable],

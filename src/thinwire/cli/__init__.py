@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.version import __version__
@@ -26,9 +26,9 @@ def main() -> None:
     """
     try:
         try:
-            build_app()()
+            _run_typed()
         finally:
-            # In `finally`: typer ends most commands with SystemExit.
+            # In `finally`: most commands end with SystemExit.
             _write_what_is_left()
     except ModuleNotFoundError as missing:
         # Any other missing package is a broken installation or a bug, and needs its traceback.
@@ -46,6 +46,22 @@ def main() -> None:
     except KeyboardInterrupt:
         # The shell's exit code for SIGINT.
         sys.exit(130)
+
+
+def _run_typed() -> NoReturn:
+    """Run the command that was typed, and exit with its code. Raise if typer can't parse it."""
+    app = build_app()
+    # Imported here, so that `main` can report a missing package.
+    import typer  # noqa: PLC0415
+
+    usage_error: Any = typer.BadParameter.__base__  # of click, or of the copy in newer releases of typer
+    try:
+        sys.exit(app(standalone_mode=False))
+    except usage_error as error:
+        message = error.format_message().rstrip(".?")
+        if not message:  # nothing was typed: typer has shown the help
+            sys.exit(2)
+        raise ConfigError(f"{message[0].lower()}{message[1:]}; --help shows what can be typed") from error
 
 
 def build_app() -> typer.Typer:

@@ -13,6 +13,8 @@ import typer
 
 from thinwire.cli.common import check_output, make_folder
 from thinwire.errors import ConfigError
+from thinwire.launch import ending_with_this
+from thinwire.preload import strict as strict_run
 from thinwire.preload.settings import Options
 
 
@@ -33,7 +35,9 @@ def attach(
         metavar="DIR",
         help="Folder for the algorithm's state: loaded at the start, saved at the end and on SIGTERM.",
     ),
-    strict: bool = typer.Option(False, "--strict", help="End the training if a model can't be attached."),
+    strict: bool = typer.Option(
+        False, "--strict", help="Fail if a model can't be attached, or if there was none."
+    ),
 ) -> None:
     """Run a training command with small messages: every DDP model that it builds is attached.
 
@@ -66,6 +70,9 @@ def attach(
         make_folder("--checkpoint", checkpoint)
     environment = os.environ | options.environment()
     _check_installed(program, environment)
+    if strict:
+        program = sys.executable
+        command = [program, "-I", "-S", strict_run.__file__, *ending_with_this(command)]
     os.execve(program, command, environment)
 
 

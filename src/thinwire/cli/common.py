@@ -87,6 +87,7 @@ def check_output(option: str, path: Path | None) -> None:
     """Raise before the work if a file can't be written after it; `option` is its name, such as "--save"."""
     if path is None:
         return
+    _check_given(option, path)
     if path.is_dir():
         why = "it is a folder; give a file"
     elif not path.parent.is_dir():
@@ -100,6 +101,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 def make_folder(option: str, folder: Path) -> None:
     """Make a folder for files, with its parents; raise if that, or a file in it, is impossible."""
+    _check_given(option, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         why = None if os.access(folder, os.W_OK) else "permission denied"
@@ -107,6 +109,12 @@ def make_folder(option: str, folder: Path) -> None:
         why = "it is a file" if folder.exists() else error.strerror
     if why is not None:
         raise ConfigError(f"{option}: no file can be made in {folder}: {why}; give another folder")
+
+
+def _check_given(option: str, path: Path) -> None:
+    # Typer takes whatever follows an option for its value.
+    if str(path) == "--":
+        raise ConfigError(f"{option} got -- as its path, which begins the command; give a path before --")
 
 
 def tell_without_numba() -> None:

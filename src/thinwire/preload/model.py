@@ -28,6 +28,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
 from thinwire.errors import AttachError, StateError, ThinwireError
 from thinwire.preload.settings import VARIABLE, Options, averaging_of
+from thinwire.preload.strict import note_attached
 from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import default_store, forget_hooks_in, not_compiled, remove_forward_pre_hooks
 from thinwire.version import __version__
@@ -41,7 +42,6 @@ _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processe
 _runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # one per living model
 _waiting: set[_Votes] = set()  # one per model without a training pass, deleted or not
 
-has_attached = threading.Event()  # set once a model of this process is attached, also by the script itself
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
 
@@ -136,7 +136,7 @@ class _BeforeFirstPass:
         if (differs or problem) and problem != BY_ITSELF:
             _leave_alone(self._options, differs or problem)
             return
-        has_attached.set()
+        note_attached()
         if run is not None:
             _attached.add(model)
             run.begin()
@@ -219,7 +219,7 @@ class _Run:
         _runs.add(self)
         _of_thread.runs.add(self)
         # Processes that multiprocessing forks end without running atexit's functions.
-        Finalize(None, end_runs, exitpriority=0)
+        Finalize(None, _end_runs, exitpriority=0)
         if self._folder is None:
             if self._is_first and self._sync.algorithm.remembers:
                 _say(
@@ -246,7 +246,7 @@ class _Run:
     def _after_step(self, committed: bool) -> None:
         # Not in the signal handler, which may run in the middle of a step.
         if self._is_told_to_end:
-            end_runs()
+            _end_runs()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -288,8 +288,7 @@ def _tell_runs_to_end(*_: object) -> None:
 
 
 @atexit.register
-def end_runs() -> None:
-    """End all runs; called again, it does nothing."""
+def _end_runs() -> None:
     for run in list(_runs):
         run.end()
         _runs.discard(run)

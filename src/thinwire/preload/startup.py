@@ -61,33 +61,24 @@ def watch_built(ddp: Any) -> None:
 
 
 def end_process() -> None:
-    """Print at the end of a job's first process, or of one that trained alone, that it built no DDP model.
+    """Print at the end of a job's first process, or of one that trained alone, that it built no DDP model."""
+    if "thinwire.preload.model" in sys.modules:
+        return
+    if "thinwire.sync" in sys.modules:  # the script attaches by itself
+        from thinwire.preload.strict import note_attached  # noqa: PLC0415
 
-    With `--strict`, end a process that has attached no model with exit code 1.
-    """
-    model = sys.modules.get("thinwire.preload.model")
-    if model is not None:
-        model.end_runs()  # before this ends the process, whichever of the two was registered first
+        note_attached()
+        return
     if os.environ.get("RANK", "0") != "0" or MODULE not in sys.modules:
         return
-    if model is None:
-        trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_made_an_optimizer()
-        # Processes that a rank spawns, such as data workers, inherit its RANK. A script may attach by itself.
-        if BUILT in os.environ or not trains or "thinwire.sync" in sys.modules:
-            return
+    trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_made_an_optimizer()
+    # Processes that a rank spawns, such as data workers, inherit its RANK.
+    if trains and BUILT not in os.environ:
         print(
             "thinwire attach: nothing was attached: no DistributedDataParallel was built. Start several "
             "processes, such as by torchrun; FSDP2 takes thinwire.attach in the script (docs/sharded.md)",
             file=sys.stderr,
         )
-    import json  # noqa: PLC0415
-
-    is_strict = json.loads(os.environ.get("THINWIRE_ATTACH_OPTIONS", "{}")).get("strict", False)
-    if is_strict and (model is None or not model.has_attached.is_set()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # An exception at exit would not change the exit code.
-        os._exit(1)
 
 
 def has_made_an_optimizer() -> bool:
