@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -462,6 +463,21 @@ def test_what_trains_nothing_more_is_no_change() -> None:
     model.module.append(nn.Dropout(0.0))
     assert are_alike(train(model, range(2, 4)))
     check_trained(sync, 4)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@in_each_process(2)
+def test_a_deleted_model_is_freed_at_once_so_that_ddp_can_take_its_module_again(way: str) -> None:
+    module = nn.Linear(24, 48)
+    model = DistributedDataParallel(module)
+    registered(model, way)
+    train(model, range(2))
+    deleted = weakref.ref(model)
+    del model
+    assert deleted() is None
+    again = DistributedDataParallel(module)
+    registered(again, way)
+    assert are_alike(train(again, range(2, 4)))
 
 
 # Optimizers inside the backward pass

@@ -335,8 +335,11 @@ class _Guard:
         self._learn(model)
 
     def _learn(self, model: DistributedDataParallel) -> None:
-        self._modules = list(model.modules())
-        self._held = list(chain.from_iterable(map(torch_private.children_and_parameters, self._modules)))
+        # Without the model itself: a cycle would keep its reducer, which hooks the same parameters as that of
+        # a new DDP model, until garbage is collected.
+        self._modules = list(model.module.modules())
+        holders = [model, *self._modules]
+        self._held = list(chain.from_iterable(map(torch_private.children_and_parameters, holders)))
         self._then = self._now()
 
     def _now(self) -> tuple[list[type], list[int]]:
