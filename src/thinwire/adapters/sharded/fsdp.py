@@ -369,7 +369,7 @@ class FSDPAdapter:
             for piece in self._pieces
         ]
         # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
-        flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8))
+        flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
         purpose = f"step {self.engine.steps}, which parameters were used"
         flags_work = wire.all_reduce(flags, purpose, operation="max")
         if all(used):
