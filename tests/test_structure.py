@@ -107,6 +107,26 @@ def test_only_the_channel_issues_collectives_and_makes_groups() -> None:
     assert found == {"comm"}
 
 
+MAKES_TENSORS = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "randint", "randn"}
+MAKES_TENSORS |= {"scalar_tensor", "tensor", "zeros"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_new_tensor_names_its_device(name: str) -> None:
+    """Otherwise a user's `torch.set_default_device("cuda")` moves what the host reads and Gloo sends."""
+    unnamed = [
+        node.lineno
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in MAKES_TENSORS
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not unnamed
+
+
 # Frameworks take seconds to import, and elastic needs torchft: these are read, not imported.
 PUBLIC = ["thinwire", *(f"thinwire.{name}" for name in thinwire.PUBLIC_MODULES)]
 # Accelerate's own, which is only handed on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -411,7 +412,11 @@ def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "converted": (lambda model: model.to(torch.bfloat16), "the model was converted"),
     "converted back": (lambda model: model.bfloat16().float(), "the model was converted"),
-    "a layer more": (lambda model: model.module.append(nn.Linear(48, 48)), "1.weight is trained, but DDP"),
+    "in another memory format": (
+        lambda model: model.to(memory_format=torch.channels_last),
+        "the model was converted",
+    ),
+    "a layer more": (lambda model: model.module.append(nn.Conv2d(8, 8, 1)), "3.weight is trained, but DDP"),
     "another layer": (
         lambda model: model.module.__setitem__(0, nn.Linear(24, 48)),
         "0.weight is trained, but DDP",
@@ -428,7 +433,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: str) -> None:
     make, words = CHANGES[change]
     for steps in (0, 2):
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+        layers = nn.Linear(24, 48), nn.Unflatten(1, (3, 4, 4)), nn.Conv2d(3, 8, 2)
+        model = DistributedDataParallel(nn.Sequential(*layers))
         sync = thinwire.attach(model, POWER)
         train(model, range(steps))
         make(model)
@@ -462,6 +468,21 @@ def test_what_trains_nothing_more_is_no_change() -> None:
     model.module.append(nn.Dropout(0.0))
     assert are_alike(train(model, range(2, 4)))
     check_trained(sync, 4)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@in_each_process(2)
+def test_a_deleted_model_is_freed_at_once_so_that_ddp_can_take_its_module_again(way: str) -> None:
+    module = nn.Linear(24, 48)
+    model = DistributedDataParallel(module)
+    registered(model, way)
+    train(model, range(2))
+    deleted = weakref.ref(model)
+    del model
+    assert deleted() is None
+    again = DistributedDataParallel(module)
+    registered(again, way)
+    assert are_alike(train(again, range(2, 4)))
 
 
 # Optimizers inside the backward pass

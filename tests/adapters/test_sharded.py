@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -601,6 +603,16 @@ def test_replicas_start_equal() -> None:
     attach(model, POWER, replicas=mesh_of()["replicate"].get_group())
     assert agreed(model)
     assert are_alike([model.seen])
+
+
+@in_each_process(4)
+def test_a_deleted_model_is_freed() -> None:
+    model, sync = attached(POWER)
+    backward(model, 0)
+    deleted = [weakref.ref(tensor) for tensor in (model, *model.parameters())]
+    del model, sync
+    gc.collect()
+    assert not any(tensor() is not None for tensor in deleted)
 
 
 @needs_replicate

@@ -332,11 +332,17 @@ class _Guard:
         # detects if only some parameters take no part.
         by_kind = {(p.dtype, p.device): p for p in ddp_parameters(model) if p.requires_grad}
         self._nodes = [(parameter, accumulator_of(parameter)) for parameter in by_kind.values()]
+        # A memory format changes the strides of these, but not DDP's layout of their gradients.
+        self._images = [p for p in ddp_parameters(model) if p.requires_grad and p.dim() > 3]
+        self._strides = list(map(torch.Tensor.stride, self._images))
         self._learn(model)
 
     def _learn(self, model: DistributedDataParallel) -> None:
-        self._modules = list(model.modules())
-        self._held = list(chain.from_iterable(map(torch_private.children_and_parameters, self._modules)))
+        # Without the model itself: a cycle would keep its reducer, which hooks the same parameters as that of
+        # a new DDP model, until garbage is collected.
+        self._modules = list(model.module.modules())
+        holders = [model, *self._modules]
+        self._held = list(chain.from_iterable(map(torch_private.children_and_parameters, holders)))
         self._then = self._now()
 
     def _now(self) -> tuple[list[type], list[int]]:
@@ -364,12 +370,14 @@ class _Guard:
             return
         if self._now() != self._then:
             self._look_again(model)
+        is_converted = list(map(torch.Tensor.stride, self._images)) != self._strides
         for parameter, node in self._nodes:
-            if parameter.requires_grad and accumulator_of(parameter) is not node:
-                raise StepError(
-                    "the model was converted (to another type or device) after DDP was built, so DDP no "
-                    "longer sees its gradients; convert first, then build a new DDP model and attach it"
-                )
+            is_converted |= parameter.requires_grad and accumulator_of(parameter) is not node
+        if is_converted:
+            raise StepError(
+                "the model was converted (to another type, device or memory format) after DDP was built, so "
+                "DDP loses or mixes up its gradients; convert first, then build a new DDP model and attach it"
+            )
 
     def _look_again(self, model: DistributedDataParallel) -> None:
         # A parametrization changes a module's class as well.

@@ -75,7 +75,7 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return two integers that almost surely differ if any bit or the order of elements differs."""
-    prints = torch.zeros(2, dtype=torch.int64)
+    prints = torch.zeros(2, dtype=torch.int64, device="cpu")
     for tensor in tensors:
         flat = tensor.reshape(-1)
         numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -142,7 +142,9 @@ class GradientListAdapter(Joinable):
     def _used_anywhere(self, gradients: Gradients) -> list[int]:
         """Return the indices of parameters that have a gradient on any process."""
         # Buckets must be the same everywhere: a parameter used by any process is in them on all.
-        flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        flags = torch.tensor(
+            [gradient is not None for gradient in gradients], dtype=torch.uint8, device="cpu"
+        )
         # Not over `engine.wire`: the step has not begun, and injected faults count that step's messages.
         flags = accelerators.to_device_async(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"

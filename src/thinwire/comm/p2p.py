@@ -114,7 +114,7 @@ class PeerExchange:
             if received[peer].numel() > head_bytes:
                 works.append(group.recv([received[peer][head_bytes:]], peer, tag + NUM_TAGS))
         for peer in self._peers:
-            length = torch.tensor([sent[peer].numel()]).view(torch.uint8)
+            length = torch.tensor([sent[peer].numel()], device="cpu").view(torch.uint8)
             head, rest = sent[peer][:head_bytes], sent[peer][head_bytes:]
             works.append(group.send([torch.cat([length, head])], peer, tag))
             if rest.numel():
@@ -129,7 +129,7 @@ class PeerExchange:
         tag = TAGS[kind] + next(self._post_numbers[kind]) % NUM_TAGS
         posted = []
         for peer in self._peers:
-            room = torch.empty(LENGTH_BYTES + self._head_bytes, dtype=torch.uint8)
+            room = torch.empty(LENGTH_BYTES + self._head_bytes, dtype=torch.uint8, device="cpu")
             posted.append(PostedRecv(room, group.recv([room], peer, tag)))
         return posted
 

@@ -69,7 +69,7 @@ def sample_batch(
     data: Tensor, *, batch_size: int, context_length: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return random windows of text: inputs and the bytes after them, (batch_size, context_length)."""
-    starts = torch.randint(data.numel() - context_length, (batch_size,), generator=generator)
+    starts = torch.randint(data.numel() - context_length, (batch_size,), generator=generator, device="cpu")
     return _windows(data, starts, context_length)
 
 
@@ -78,14 +78,16 @@ def fixed_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield windows spread evenly over a text, the same ones every time, as `sample_batch` does."""
     # In float64: float32 does not hold every position beyond 16 MB.
-    starts = torch.linspace(0, data.numel() - context_length - 1, batches * batch_size, dtype=torch.float64)
+    starts = torch.linspace(
+        0, data.numel() - context_length - 1, batches * batch_size, dtype=torch.float64, device="cpu"
+    )
     for chunk in starts.long().view(batches, batch_size):
         yield _windows(data, chunk, context_length)
 
 
 def _windows(data: Tensor, starts: Tensor, context_length: int) -> tuple[Tensor, Tensor]:
     # One byte more than the model sees: targets are the inputs shifted by one.
-    window = data[starts[:, None] + torch.arange(context_length + 1)].long()
+    window = data[starts[:, None] + torch.arange(context_length + 1, device="cpu")].long()
     return window[:, :-1], window[:, 1:]
 
 

@@ -171,7 +171,7 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     """
     filled = list(filter(torch.numel, tensors))
     if not filled:
-        return torch.tensor(True)
+        return torch.tensor(True, device="cpu")
     answers = []
     for kind in group_indices(filled, lambda tensor: (tensor.device, tensor.dtype)):
         some = [filled[index] for index in kind]

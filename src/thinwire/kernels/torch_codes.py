@@ -108,7 +108,7 @@ CODES = CodeKernels(encoded, averaged, decode_rounded, keeping(remainder, decode
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the levels of a codebook on a device; do not write to them."""
     if device.type == "cpu":
-        return torch.tensor(codebook.levels, dtype=dtype)
+        return torch.tensor(codebook.levels, dtype=dtype, device="cpu")
     return _levels_on(codebook, dtype, device)
 
 

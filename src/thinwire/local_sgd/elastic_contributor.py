@@ -160,7 +160,7 @@ class ElasticContributor(ABC):
         for spec in engine.specs:
             # The layout of messages depends on which parameters have a residual: a newcomer's is zeros.
             if spec.name in errors or spec.name in members["residual_of"]:
-                error = errors.get(spec.name, torch.zeros(spec.shape))
+                error = errors.get(spec.name, torch.zeros(spec.shape, device="cpu"))
                 engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.model.device))
         for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], not_averaged):
             for name, tensor in tensors.items():

@@ -286,7 +286,9 @@ class StaticMembership(Membership):
         )
 
     def _on_all_shards(self, is_true: bool, purpose: str) -> bool:
-        return bool(true_for_all(torch.tensor(is_true), self._contributor.model.replica.inside, purpose))
+        return bool(
+            true_for_all(torch.tensor(is_true, device="cpu"), self._contributor.model.replica.inside, purpose)
+        )
 
     def average_within(self) -> None:
         """Average exactly, within the subgroup, fragments that the group does not average now. Collective."""

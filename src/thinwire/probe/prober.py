@@ -102,7 +102,7 @@ def compare_streams(counts: Sequence[int], measured: Probe) -> dict[int, float]:
     message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, measured.known_rate() / 10))) // 4 * 4
     probers = {count: Prober(over_connections(interface, count), torch.device("cpu")) for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
-    messages = [torch.zeros(message_bytes // 4) for _ in range(IN_FLIGHT)]
+    messages = [torch.zeros(message_bytes // 4, device="cpu") for _ in range(IN_FLIGHT)]
     for _ in range(STREAM_REPETITIONS + 1):
         for count, prober in probers.items():
             seconds[count].append(prober.average_once(*messages))

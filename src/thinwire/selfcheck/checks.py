@@ -56,7 +56,7 @@ class CheckContext:
         # Drawn on the CPU: generators of other devices draw other numbers, and devices may differ.
         seed = 1000 * (self.transport.rank if process_rank is None else process_rank) + step
         numel = sum(spec.numel for spec in self.specs)
-        return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed), device="cpu").to(self.device)
 
     def true_mean(self, step: int) -> torch.Tensor:
         """Return the mean of all processes' gradients in a step, fp64; each process can compute it."""
@@ -97,7 +97,9 @@ def loses_nothing(context: CheckContext, algorithm: Algorithm, tolerance: float)
     # The saved state has the mean of the processes' residuals, which the sum of means lacks. Parameters that
     # are sent uncompressed have none.
     saved = dict(engine.state_dict()["error"])
-    residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in context.specs]
+    residual = [
+        saved.get(spec.name, torch.zeros(spec.shape, device="cpu")).reshape(-1) for spec in context.specs
+    ]
     lost = gap(sent + torch.cat(residual).to(context.device), true)
     context.expect(lost < tolerance, f"{lost:.1e} of the gradients is lost, expected below {tolerance:.0e}")
     # If nothing was compressed, nothing could have been lost either.

@@ -80,8 +80,12 @@ def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
 def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
     # Drawn on the CPU in float64, so that every device gets the same matrices.
     generator = torch.Generator().manual_seed(matrix_rank)
-    exact, residual = (torch.randn(1, 384, 256, generator=generator, dtype=torch.float64) for _ in range(2))
-    start = torch.linalg.qr(torch.randn(256, matrix_rank, generator=generator, dtype=torch.float64)).Q.T
+    exact, residual = (
+        torch.randn(1, 384, 256, generator=generator, dtype=torch.float64, device="cpu") for _ in range(2)
+    )
+    start = torch.linalg.qr(
+        torch.randn(256, matrix_rank, generator=generator, dtype=torch.float64, device="cpu")
+    ).Q.T
     matrix, error, right = (drawn.float().to(context.device) for drawn in (exact, residual, start[None]))
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
@@ -95,7 +99,7 @@ def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
     wide = basis.cpu().double()
     return {
         "products": gap(left.cpu(), start @ exact.mT),
-        "orthonormal rows": gap(wide @ wide.mT, torch.eye(matrix_rank, dtype=torch.float64)),
+        "orthonormal rows": gap(wide @ wide.mT, torch.eye(matrix_rank, dtype=torch.float64, device="cpu")),
         "projections": gap(own.cpu(), wide @ exact),
         "reconstruct": gap(error.cpu(), exact - wide.mT @ (wide @ exact)),
         "kernels": dispatch.name_of_kernels_for(group.matrices[0], matrix_rank),

@@ -301,7 +301,7 @@ def average_local(
             continue
         tensors = memory[slot]
         # Ask first: if any member has a tensor, those without it must send zeros, or it would wait forever.
-        has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
+        has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8, device="cpu")
         has = has.to(transport.control_device)
         transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
         held = [spec for spec, is_held in zip(ordered, has.tolist(), strict=True) if is_held]
@@ -383,7 +383,9 @@ def assemble(
             tensors.setdefault(part.label, part.tensor)
         else:
             if part.label not in tensors:
-                zeros = torch.empty_strided(spec.shape, spec.stride, dtype=part.tensor.dtype).zero_()
+                zeros = torch.empty_strided(
+                    spec.shape, spec.stride, dtype=part.tensor.dtype, device="cpu"
+                ).zero_()
                 tensors[part.label] = zeros
             view_of(part, tensors[part.label]).copy_(part.tensor)
     return whole

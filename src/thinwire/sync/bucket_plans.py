@@ -22,7 +22,7 @@ from thinwire.version import __version__
 # How many buckets are kept open in addition to those of the last step.
 MAX_IDLE_BUCKETS = 32
 
-EXACT, NO_GRADIENTS = AllReduce(), Bucket((), torch.empty(0))
+EXACT, NO_GRADIENTS = AllReduce(), Bucket((), torch.empty(0, device="cpu"))
 
 Parts: TypeAlias = Sequence[Sequence[Specs]]
 """The buckets of each part of a model, if its parts are averaged in separate steps."""

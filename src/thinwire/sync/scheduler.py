@@ -223,7 +223,7 @@ class CollectiveScheduler:
         if received:
             answers.insert(0, all_finite(*received))
         if not answers:
-            return torch.tensor(True)
+            return torch.tensor(True, device="cpu")
         if len(answers) == 1:
             return answers[0]
         # One answer for all buckets: reading one for each would make the host wait each time.

@@ -71,7 +71,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
 
     def scale_on(device: torch.device) -> torch.Tensor:
         scale = grad_scaler()  # in each step: it may follow the user's schedule
-        in_fp32 = torch.tensor(number_of(scale), dtype=torch.float32)
+        in_fp32 = torch.tensor(number_of(scale), dtype=torch.float32, device="cpu")
         if not 0 < in_fp32.item() < math.inf:
             raise ConfigError(
                 f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"

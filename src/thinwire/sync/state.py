@@ -396,7 +396,7 @@ def _add(
             # replicas: each process has a shard, or the whole of a tensor that is not cut.
             shape, dim = cuts.get(label, (tuple(tensor.shape), None))
             dtypes[slot, label] = tensor.dtype
-            whole = of_slot.setdefault(label, torch.zeros(shape, dtype=torch.float64))
+            whole = of_slot.setdefault(label, torch.zeros(shape, dtype=torch.float64, device="cpu"))
             if shape_of_shard(shape, dim, local_rank, local_size) != tensor.shape or whole.shape != shape:
                 raise StateError(
                     f"the {slot.name} of {label} has shape {tuple(tensor.shape)}, which is not a part of "

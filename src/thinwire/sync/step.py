@@ -351,7 +351,9 @@ class Step:
             return is_healthy if group is None else true_for_all(is_healthy, group, purpose), None
         # So must local ranks, which have averaged different parts.
         remembers, device = self._state.has(self._plans.algorithm.slots), group.data_device
-        counts = accelerators.to_device_async(device, torch.tensor([0.0, remembers], dtype=torch.float64))
+        counts = accelerators.to_device_async(
+            device, torch.tensor([0.0, remembers], dtype=torch.float64, device="cpu")
+        )
         counts[0] = ~is_healthy.to(device)
         group.all_reduce(counts, purpose).wait()
         return counts[0] == 0, counts[1] > 0

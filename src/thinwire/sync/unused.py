@@ -33,7 +33,7 @@ class UnusedParameters:
         if used is None:
             self._flags[bucket.specs] = used_flags(bucket)
         else:
-            flags = torch.tensor(used, dtype=torch.float32)
+            flags = torch.tensor(used, dtype=torch.float32, device="cpu")
             self._flags[bucket.specs] = accelerators.to_device_async(bucket.flat.device, flags)
 
     def run(
@@ -49,7 +49,7 @@ class UnusedParameters:
         used = yield Mean(used)
         self.names = {name for name, share in zip(names, used.tolist(), strict=True) if share == 0}
         before = residuals_of(memory, self.names)
-        yield Commit(lambda: torch.tensor(True))
+        yield Commit(lambda: torch.tensor(True, device="cpu"))
         put_back_residuals(memory, self.names, before)
         for bucket in buckets:
             for spec, gradient in zip(bucket.specs, bucket.gradients, strict=True):
@@ -64,4 +64,4 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
         return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
     # A nonzero gradient mostly shows in its first elements.
     used = [bool(gradient[:GLANCE].any() or gradient.any()) for gradient in bucket.gradients]
-    return torch.tensor(used, dtype=torch.float32)
+    return torch.tensor(used, dtype=torch.float32, device="cpu")

@@ -62,7 +62,9 @@ class Weights:
         value = self._weight() if callable(self._weight) else self._weight
         number = number_of(value)
         device = self._groups[-1].data_device
-        total = to_device_async(device, torch.tensor(number, dtype=accelerators.widest_dtype(device)))
+        total = to_device_async(
+            device, torch.tensor(number, dtype=accelerators.widest_dtype(device), device="cpu")
+        )
         # Send an invalid weight, too: the others would wait for a process that raised. NaN reaches all.
         for group in self._groups:
             group.all_reduce(total, f"{step}, the sum of weights").wait()

@@ -71,7 +71,7 @@ class Blocks:
     @cached_property
     def lengths(self) -> DeviceCopies:
         """The number of elements of each block, int64."""
-        lengths = torch.full((self.total,), self.block)
+        lengths = torch.full((self.total,), self.block, device="cpu")
         for numel, end in zip(self.numels, self.starts[1:], strict=True):
             if numel % self.block:
                 lengths[end - 1] = numel % self.block
@@ -83,7 +83,7 @@ class Blocks:
         # After a tensor with a short last block, blocks start earlier by the missing elements.
         offsets = accumulate(self.numels, initial=0)
         lags = [offset - self.block * first for offset, first in zip(offsets, self.starts[:-1], strict=False)]
-        return DeviceCopies(self.block * torch.arange(self.total) + self.spread(lags))
+        return DeviceCopies(self.block * torch.arange(self.total, device="cpu") + self.spread(lags))
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a row for each block, short ones padded with zeros: a view if none is short."""
@@ -119,4 +119,6 @@ class Blocks:
 
     def spread(self, values: Sequence[int]) -> torch.Tensor:
         """Repeat a number per tensor for each of its blocks."""
-        return torch.tensor(values, dtype=torch.int64).repeat_interleave(torch.tensor(self.counts))
+        return torch.tensor(values, dtype=torch.int64, device="cpu").repeat_interleave(
+            torch.tensor(self.counts, device="cpu")
+        )

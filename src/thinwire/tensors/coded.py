@@ -176,7 +176,7 @@ class Coded:
     @classmethod
     def empty(cls, num_blocks: int, rows: int, share: int, size: int) -> Coded:
         """Allocate blocks on the CPU. Padding blocks in the last rows are zero."""
-        coded = cls(torch.empty(rows, share * (SCALE_BYTES + size), dtype=torch.uint8), share)
+        coded = cls(torch.empty(rows, share * (SCALE_BYTES + size), dtype=torch.uint8, device="cpu"), share)
         # Padding is sent too, and a scale that is not finite would roll the step back.
         for row in range(num_blocks // share, rows):
             used = max(0, num_blocks - row * share)

@@ -156,7 +156,7 @@ class EntryLayout:
                     columns.append((start, marks - entries, chunks.kept, chunks.length, entries))
                     marks += self._marks_of(chunks)
                     entries += chunks.kept
-        table = torch.tensor(columns, dtype=torch.int64).T
+        table = torch.tensor(columns, dtype=torch.int64, device="cpu").T
         return DeviceCopies(torch.cat([table, table[0].argsort().argsort().unsqueeze(0)]))
 
     @cached_property

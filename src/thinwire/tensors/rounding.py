@@ -83,7 +83,9 @@ class CounterRNG:
     def _bases(self) -> DeviceCopies:
         # A part of a parameter draws the same numbers as the whole one would there.
         starts = zip(self.specs, self.blocks.starts, strict=False)
-        return DeviceCopies(torch.tensor([spec.start - first * self.blocks.block for spec, first in starts]))
+        return DeviceCopies(
+            torch.tensor([spec.start - first * self.blocks.block for spec, first in starts], device="cpu")
+        )
 
     @cached_property
     def _owners(self) -> DeviceCopies:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -133,9 +135,9 @@ def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
 
 def attached_to(parameter: torch.Tensor) -> bool:
     """Return whether an adapter averages a parameter's gradients."""
-    # The adapter leaves no trace on the module, but its hooks are its bound methods.
+    # The adapter leaves no trace on the module, but its hooks are its method.
     hooks = torch_private.post_accumulate_hooks(parameter)
-    return any(isinstance(getattr(hook, "__self__", None), FSDPAdapter) for hook in hooks)
+    return any(getattr(hook, "func", None) is FSDPAdapter.arrived for hook in hooks)
 
 
 NOT_AVERAGED = "gradients would not be averaged over the replicas"
@@ -193,8 +195,11 @@ class FSDPAdapter:
         self.forget_pass()
 
     def register(self, model: torch.nn.Module) -> None:
+        # Weakly: Python's garbage collector does not see a cycle through a parameter's hooks, so the model
+        # would never be freed. The model's own hook, below, keeps this object.
+        hook = partial(FSDPAdapter.arrived, weakref.proxy(self))
         self._handles = [
-            piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+            piece.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for piece in self._pieces
         ]
         # After FSDP2's own hook, which comes first and may have just taken new parameters.
@@ -364,7 +369,7 @@ class FSDPAdapter:
             for piece in self._pieces
         ]
         # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
-        flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8))
+        flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
         purpose = f"step {self.engine.steps}, which parameters were used"
         flags_work = wire.all_reduce(flags, purpose, operation="max")
         if all(used):

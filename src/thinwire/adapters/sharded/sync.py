@@ -135,7 +135,7 @@ class _InShards:
         tensors = {}
         for slot in elementwise:
             for name, piece in sync.pieces.items():
-                zeros = torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype)
+                zeros = torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype, device="cpu")
                 local = saved.slots[slot].get(name, zeros)
                 tensors[f"{slot.name} of {name}"] = sharded_like(piece.parameter, local)
         return {

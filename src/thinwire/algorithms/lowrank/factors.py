@@ -203,7 +203,7 @@ def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
     """Return standard normal rows in fp32, the same on every device."""
     # Drawn on the CPU: generators of other devices give other numbers, and members' devices may differ.
     generator = torch.Generator().manual_seed(seed % 2**63)
-    rows = torch.randn(shape, generator=generator, dtype=torch.float32)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     return accelerators.to_device_async(device, rows)
 
 

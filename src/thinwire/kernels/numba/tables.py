@@ -123,7 +123,11 @@ def averaged(item: MeanArgs) -> Coded:
     size = packed_bytes(blocks.block, codebook.bits)
     coded = Coded.empty(own.stop - own.start, 1, blocks.share, size)
     # fp32 whatever torch's default dtype: compiled code writes fp32 to its address.
-    room = torch.empty(max(code_passes.TOGETHER, blocks.block), dtype=torch.float32) if lost is None else lost
+    room = (
+        torch.empty(max(code_passes.TOGETHER, blocks.block), dtype=torch.float32, device="cpu")
+        if lost is None
+        else lost
+    )
     code_passes.average(
         *_rows(received),
         len(received.message),

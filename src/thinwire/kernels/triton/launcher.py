@@ -94,7 +94,7 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
             return table
     rows, counts = make()
     table = LaunchTable(
-        to_device_async(device, torch.tensor(rows, dtype=torch.int64)),
+        to_device_async(device, torch.tensor(rows, dtype=torch.int64, device="cpu")),
         to_device_async(device, _tiles(counts)),
         sum(counts),
     )
@@ -129,8 +129,8 @@ def _stream(device: torch.device) -> int:
 
 
 def _tiles(counts: Sequence[int]) -> torch.Tensor:
-    sizes = torch.tensor(counts)
-    owners = torch.arange(len(sizes)).repeat_interleave(sizes)
-    tiles = torch.arange(len(owners)) - (sizes.cumsum(0) - sizes)[owners]
+    sizes = torch.tensor(counts, device="cpu")
+    owners = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
+    tiles = torch.arange(len(owners), device="cpu") - (sizes.cumsum(0) - sizes)[owners]
     # Adjacent, so that a program reads both from one line of memory.
     return torch.stack([owners, tiles], dim=1).int()

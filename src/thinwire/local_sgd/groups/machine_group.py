@@ -77,7 +77,11 @@ class MachineGroup(Group):
             received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
             self.received = None if self.received is None else received
         elif not self.has_parts and self.received is not None:
-            data = serialize(self.received) if self._is_first else torch.empty(0, dtype=torch.uint8)
+            data = (
+                serialize(self.received)
+                if self._is_first
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             length = int(self.broadcast_scalar(len(data)))
             sent = (data if self._is_first else data.new_empty(length)).to(inside.control_device)
             inside.broadcast(sent, 0, PURPOSE).wait()

@@ -86,7 +86,7 @@ def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newco
     """Send a state to members that call `receive_state`, one after the other."""
     data = serialize(state)
     for newcomer in newcomers:
-        transport.send(torch.tensor([len(data)]), newcomer, PURPOSE).wait()
+        transport.send(torch.tensor([len(data)], device="cpu"), newcomer, PURPOSE).wait()
         for part in torch.split(data, PART_BYTES):
             transport.send(part, newcomer, PURPOSE).wait()
 
@@ -108,14 +108,14 @@ def broadcast_residual(
 
 def receive_state(transport: GroupTransport, source: int, timeout_seconds: float) -> Any:
     """Return the state that a member sends, if it arrives within the time that the others wait for it."""
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     transport.receive(length, source, PURPOSE).wait()
     if not 0 < int(length) < MAX_BYTES:
         raise StateError(
             f"the initial state sent to this member begins with a length of {int(length)} bytes; install "
             "the same version of Thinwire on all members"
         )
-    data = torch.empty(int(length), dtype=torch.uint8)
+    data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     start, num_received = time.monotonic(), 0
     for part in torch.split(data, PART_BYTES):
         transport.receive(part, source, PURPOSE).wait()
