@@ -165,7 +165,7 @@ class ElasticContributor(ABC):
         for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], not_averaged):
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)
-        self.model.loads.forget()
+        self.model.before_load = None
         self.reset(loaded.step, members["turns"])
 
 

@@ -241,7 +241,7 @@ class StaticMembership(Membership):
             self._weight,
             is_finite=is_finite,
             has_changed=bool(unstepped) and self._have_moved(unstepped),
-            has_loaded=len(unstepped) < len(fragments) and contributor.model.loads.have_changed(),
+            has_loaded=len(unstepped) < len(fragments) and contributor.model.has_loaded(),
         )
         statuses = self._read()
         if any(status.has_changed for status in statuses):
@@ -279,7 +279,7 @@ class StaticMembership(Membership):
             )
         for fragment in fragments:
             fragment.set_last(buffers=False)
-        self._contributor.model.loads.forget()
+        self._contributor.model.before_load = None
         logger.info(
             "parameters changed without an optimizer step, equally on all processes: they become the last "
             "average"

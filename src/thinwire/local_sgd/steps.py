@@ -20,11 +20,10 @@ from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded
+from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded, check_owned
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
-from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
 from thinwire.torch_private import closure_not_compiled
 
@@ -98,7 +97,6 @@ class Steps(Member):
 
     @contextmanager
     def _in_loop(self) -> Iterator[None]:
-        tensors = list(self._contributor.shared_tensors().values())
         owned = set(map(id, self.module.parameters()))
 
         @closure_not_compiled
@@ -112,7 +110,7 @@ class Steps(Member):
         own_steps = register_optimizer_step_pre_hook(refuse)
         try:
             # Pass no optimizers: `step` checks, since the optimizers step only when an averaging commits.
-            with self._model.loads.noted(self.module, (), lambda: digest_of(tensors)):
+            with self._model.noting_loads():
                 yield
         finally:
             own_steps.remove()
@@ -135,7 +133,8 @@ class Steps(Member):
             ConfigError: `work` is not a number, or negative.
         """
         self._check_inside("step()")
-        self._model.loads.check()
+        check_owned(self._optimizers, set(map(id, self.module.parameters())))
+        self._model.check_loads()
         self._contributor.work = float(number("work", work, minimum=0))
         with full_precision(self._model.device):  # the step may run under autocast
             self._membership.average()
