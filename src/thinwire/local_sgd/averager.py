@@ -234,7 +234,7 @@ class ModelAverager(Averager):
 
     def _after_step(self, *, is_own: bool) -> None:
         """Count a step, and average as the schedule says."""
-        self._contributor.count_step(is_own=is_own)
+        self._contributor.count_step(float(is_own))
         self._average_if_due()
         self._tell_observers()
 

@@ -33,20 +33,14 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         group: Group,
     ) -> None:
         super().__init__(model, schedule, engines, optimizers)
+        self.turns = self.turn_began = 0  # turns of fragments so far; the step after which the last one came
         self.group = group
         # Members that make as many steps as they can average at different step counts.
         self.tolerates_other_settings = not group.send_optimizer or schedule.every_seconds is not None
         self._averaged_at = monotonic()
 
-    def count_step(self, *, is_own: bool) -> None:
-        super().count_step(is_own=is_own)
-        if self.group.weigh_by == "steps":
-            self.count_work(1.0)
-
-    def count_work(self, amount: float) -> None:
-        """Add to the weight of each fragment's next averaging."""
-        for fragment in self.fragments:
-            fragment.work += amount
+    def count_step(self, work: float) -> None:
+        super().count_step(work if self.group.weigh_by == "steps" else 0.0)
 
     def is_due(self) -> bool:
         seconds = 0.0
@@ -58,7 +52,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         return self.engines.warmup if step < self.schedule.warmup.steps else self.engines.main
 
     def contribution(self, turns_ahead: int = 0) -> Contribution:
-        fragments = self.fragments_after(self.steps, turns_ahead)
+        fragments = self.fragments_of(self.steps, self.turns + turns_ahead)
         changes = self.changes_of(fragments)
         # Work that the averaging in doubt has counted is not part of the next one.
         weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
@@ -68,10 +62,8 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         self, tensors: Changes | None, scale: float, step: int, *, is_last: bool = False
     ) -> PendingAverage[Fragment]:
         known = tensors or {}
-        fragments = self._fragments_left(step) if is_last else self.fragments_after(step)
+        fragments = self._fragments_left(step) if is_last else self.fragments_of(step, self.turns)
         changes = {it: known[it] if it in known else it.changes() for it in fragments}
-        for fragment in changes:
-            fragment.sent_work = fragment.work
         return self.send(changes, scale, step, is_delayed=self.schedule.is_delayed(step))
 
     def _fragments_left(self, step: int) -> Sequence[Fragment]:
@@ -79,7 +71,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         # Decide by what a newcomer knows, too. Leave out the fragment that was averaged just now: an outer
         # step without a change would still move it along its momentum.
         last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.turn_began else None
-        return [it for it in self.fragments if it is not last] or self.fragments_after(step)
+        return [it for it in self.fragments if it is not last] or self.fragments_of(step, self.turns)
 
     def commit(
         self, pending: PendingAverage[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
@@ -98,8 +90,6 @@ class ElasticChanges(ModelChanges, ElasticContributor):
             for group in model.outer.param_groups:
                 group["lr"] = nesterov_lr(model.make_outer, num_members, self.engines.main.algorithm)
         self.apply(pending.changes, step)
-        for fragment in pending.changes:
-            fragment.work -= fragment.sent_work
         self.steps = step + self.age
         self.turns, self.turn_began = self.turns + (not self.schedule.is_warm_up(step)), step
         self.end_warmup()

@@ -187,8 +187,6 @@ class LocalSGD(ModelAverager, Joinable):
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
-        if model.ddp is not None:
-            self._contributor.end_warmup()
         log_start(self._engine, (), str(self))
         return self
 
@@ -233,8 +231,7 @@ class LocalSGD(ModelAverager, Joinable):
             with self._collective("a step"):
                 self._membership.average_within()
         super()._average_if_due()
-        if self._model.ddp is not None:  # DDP's gradients are averaged without a commit
-            self._contributor.end_warmup()
+        self._contributor.end_warmup()
 
     # Uneven inputs: see thinwire.join.
 

@@ -21,8 +21,8 @@ class MemberStatus(NamedTuple):
     step: int  # steps so far
     weight: float  # of its contribution
     is_finite: bool  # whether its contribution is finite
-    # Set by fixed members; `has_…` only in `average()`.
-    has_changed: bool = False  # parameters changed since the last averaging without a counted step
+    # Set by fixed members, the first two only in `average()`.
+    unstepped: int = 0  # a digest of parameters that changed since the last averaging without a counted step
     has_loaded: bool = False  # parameters were loaded inside the context, with steps after the last averaging
     outer_settings: int = 0  # a digest of the outer optimizer's settings that schedules change
     # Set by elastic members.
@@ -83,6 +83,12 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
         raise StepError(
             f"rank {_listed(others)} has other settings of the outer optimizer than the other ranks; "
             "nothing was averaged. Step a scheduler of local.outer on all ranks alike"
+        )
+    if len({status.unstepped for status in statuses}) > 1:
+        raise StepError(
+            "parameters changed since the last averaging without a step of a given optimizer, and not "
+            "equally on all ranks; nothing was averaged. Pass all optimizers; load the same state on "
+            "all ranks"
         )
 
 
