@@ -38,6 +38,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         # Members that make as many steps as they can average at different step counts.
         self.tolerates_other_settings = not group.send_optimizer or schedule.every_seconds is not None
         self._averaged_at = monotonic()
+        self._known: Changes = {}  # from `contribution` until they have changed
 
     def count_step(self, work: float) -> None:
         super().count_step(work if self.group.weigh_by == "steps" else 0.0)
@@ -56,12 +57,12 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         changes = self.changes_of(fragments)
         # Work that the averaging in doubt has counted is not part of the next one.
         weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
-        return Contribution(weight, are_finite(changes), changes)
+        if not turns_ahead:
+            self._known = changes
+        return Contribution(weight, are_finite(changes))
 
-    def start(
-        self, tensors: Changes | None, scale: float, step: int, *, is_last: bool = False
-    ) -> PendingAverage[Fragment]:
-        known = tensors or {}
+    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Fragment]:
+        known, self._known = self._known, {}
         fragments = self._fragments_left(step) if is_last else self.fragments_of(step, self.turns)
         changes = {it: known[it] if it in known else it.changes() for it in fragments}
         return self.send(changes, scale, step, is_delayed=self.schedule.is_delayed(step))
@@ -73,23 +74,22 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.turn_began else None
         return [it for it in self.fragments if it is not last] or self.fragments_of(step, self.turns)
 
-    def commit(
-        self, pending: PendingAverage[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
+    def commit_empty(self, *, is_fine: bool) -> None:
         self._averaged_at = monotonic()
-        if pending is None:
-            # This is fine while this member, or another, joins: it contributes next time.
-            if self.steps > self.turn_began and not may_be_empty:
-                raise StepError(
-                    "no member counted any work since the last averaging, so nothing was averaged; call "
-                    "count_work() before optimizer.step()"
-                )
-            return
+        if self.steps > self.turn_began and not is_fine:
+            raise StepError(
+                "no member counted any work since the last averaging, so nothing was averaged; call "
+                "count_work() before optimizer.step()"
+            )
+
+    def commit(self, pending: PendingAverage[Fragment], step: int, num_members: int) -> None:
+        self._averaged_at = monotonic()
         model = self.model
         if model.outer is not None and isinstance(model.make_outer, Nesterov):
             for group in model.outer.param_groups:
                 group["lr"] = nesterov_lr(model.make_outer, num_members, self.engines.main.algorithm)
         self.apply(pending.changes, step)
+        self._known = {}
         self.steps = step + self.age
         self.turns, self.turn_began = self.turns + (not self.schedule.is_warm_up(step)), step
         self.end_warmup()
@@ -105,6 +105,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         for fragment in self.fragments:
             fragment.restore_last()
             fragment.work = fragment.sent_work = 0.0
+        self._known = {}
         self.steps = self.turn_began = step
         self.turns = turns
         self.end_warmup()

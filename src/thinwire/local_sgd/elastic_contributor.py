@@ -25,11 +25,10 @@ from thinwire.tensors.layout import local_tensor
 
 
 class Contribution(NamedTuple):
-    """One member's contribution to an averaging."""
+    """What the other members must know of one member's contribution to an averaging."""
 
     weight: float  # 0 if the member has done nothing
     is_finite: bool
-    tensors: Any  # passed to `start`, unless the members change first
 
 
 class ElasticContributor(ABC):
@@ -63,17 +62,19 @@ class ElasticContributor(ABC):
         """Return the contribution of this member to the next averaging, or the one after it."""
 
     @abstractmethod
-    def start(self, tensors: Any, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Any]:
-        """Send the first messages of an averaging of a contribution's tensors; None: compute them again.
+    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Any]:
+        """Send the first messages of an averaging after a step.
 
         The last averaging, with which all members leave, covers all fragments.
         """
 
     @abstractmethod
-    def commit(
-        self, pending: PendingAverage[Any] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
-        """Apply the means of a committed averaging; None if no member had anything to average."""
+    def commit(self, pending: PendingAverage[Any], step: int, num_members: int) -> None:
+        """Apply the means of a committed averaging."""
+
+    @abstractmethod
+    def commit_empty(self, *, is_fine: bool) -> None:
+        """End an averaging to which no member has contributed; raise if that is not fine with this member."""
 
     # Members compare these, and a newcomer starts from them.
 

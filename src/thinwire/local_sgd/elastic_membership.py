@@ -173,7 +173,7 @@ class ElasticMembership(Membership):
 
     def _start(self) -> None:
         group, contributor = self.group, self._contributor
-        statuses, tensors = self._gather_members()
+        statuses = self._gather_members()
         lineage = next_lineage(self.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
         pending = None
@@ -181,10 +181,7 @@ class ElasticMembership(Membership):
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
             is_last = all(status.is_leaving for status in statuses)
-            pending = in_all_processes(
-                lambda: contributor.start(tensors, scale, step, is_last=is_last),
-                group,
-            )
+            pending = in_all_processes(lambda: contributor.start(scale, step, is_last=is_last), group)
         self._open = _Averaging(pending, lineage, statuses)
 
     def _finish(self) -> None:
@@ -224,10 +221,13 @@ class ElasticMembership(Membership):
             pending.wait()  # first: it raises if a mean is not finite, and then nothing has changed
         self.lineage = averaging.lineage
         self.commits += 1
-        may_be_empty = any(status.is_new or status.is_saving for status in statuses)
-        step = max(status.step for status in statuses)
-        self._contributor.commit(pending, step, len(statuses), may_be_empty=may_be_empty)
-        self.stats.averagings += pending is not None
+        if pending is None:
+            # While a member joins or saves, this is fine: members contribute next time.
+            is_fine = any(status.is_new or status.is_saving for status in statuses)
+            self._contributor.commit_empty(is_fine=is_fine)
+        else:
+            self._contributor.commit(pending, max(status.step for status in statuses), len(statuses))
+            self.stats.averagings += 1
         self.stats.count(self.statuses, statuses)
         self.statuses = statuses
 
@@ -256,18 +256,17 @@ class ElasticMembership(Membership):
 
     # The members of the next averaging.
 
-    def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
-        """Return the members of the next averaging, and this member's tensors, None to compute them again.
+    def _gather_members(self) -> tuple[MemberStatus, ...]:
+        """Return the members of the next averaging.
 
         1. A quorum is formed; it may send this member the others' state, which replaces its own.
         2. All exchange statuses. From these alone they refuse members, and choose the lineage to continue.
         3. If the members have changed, they compare their settings, and newcomers load their state.
         """
-        group, contributor = self.group, self._contributor
+        group = self.group
         self._start_quorum()
-        is_new, was_in_doubt = group.received is not None, self._doubt is not None
-        contribution, settings = contributor.contribution(), inner_settings(contributor.optimizers)
-        statuses = self._gather_statuses(contribution, settings, is_new=is_new)
+        is_new, settings = group.received is not None, inner_settings(self._contributor.optimizers)
+        statuses = self._gather_statuses(settings, is_new=is_new)
         if is_new and not all(status.is_finite for status in statuses):
             # The received state may be from a member that has diverged, optimizers too: receive another one.
             self._start_over()
@@ -283,7 +282,7 @@ class ElasticMembership(Membership):
             self._admission.agree(statuses)
             self._join(statuses)
             self._agreed_changes = group.num_changes
-        return statuses, None if is_new or was_in_doubt else contribution.tensors
+        return statuses
 
     def _start_quorum(self) -> None:
         """Wait for a quorum, and decide what a state from the others means."""
@@ -296,18 +295,17 @@ class ElasticMembership(Membership):
         if received is None:
             return
         if self._doubt is not None and self._doubt.lineage == lineage_of(received):
-            # The others have committed the averaging that this member has prepared. If it commits too, it
-            # has their state, and keeps its residual.
-            self._resolve_doubt(was_committed=True)
+            # The others have committed the averaging that this member has prepared. It will commit it too,
+            # and then has their state, and keeps its residual.
+            self.group.received = None
         else:
             self._member = self._draw_number()  # for the others, it is a new member
 
-    def _gather_statuses(
-        self, contribution: Contribution, settings: InnerSettings, *, is_new: bool
-    ) -> tuple[MemberStatus, ...]:
+    def _gather_statuses(self, settings: InnerSettings, *, is_new: bool) -> tuple[MemberStatus, ...]:
         group, contributor = self.group, self._contributor
+        contribution = contributor.contribution()
         # The contribution in case the others have committed the averaging in doubt.
-        behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
+        behind = Contribution(0.0, True) if self._doubt is None else contributor.contribution(1)
         own = MemberStatus(
             step=0 if is_new else contributor.steps,
             weight=0.0 if is_new else contribution.weight,
@@ -375,8 +373,12 @@ class ElasticMembership(Membership):
     def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
         """Return the members with their true lineage; members of another lineage must start again."""
         kept = kept_lineage(statuses)
-        if self._doubt is not None:
-            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and doubt.lineage == kept:
+            self.group.received = None
+            self._commit(doubt)
+        elif doubt is not None:
+            doubt.abandon()
         statuses = tuple(
             it._replace(lineage=kept, doubt=0, weight=it.weight_behind_doubt) if it.doubt == kept else it
             for it in statuses
@@ -388,15 +390,6 @@ class ElasticMembership(Membership):
                 "members come from different averagings, so some must restart from the others' state"
             )
         return statuses
-
-    def _resolve_doubt(self, *, was_committed: bool) -> None:
-        assert self._doubt is not None
-        doubt, self._doubt = self._doubt, None
-        if was_committed:
-            self.group.received = None
-            self._commit(doubt)
-        else:
-            doubt.abandon()
 
     def _draw_number(self) -> int:
         """Return a number that no other member has, independent of seeds that the user's script sets."""

@@ -19,8 +19,8 @@ class MemberStatus(NamedTuple):
     """The status of a member at the beginning of an averaging, in numbers that a float64 holds."""
 
     step: int  # steps so far
-    weight: float  # of its contribution
-    is_finite: bool  # whether its contribution is finite
+    weight: float = 1.0  # of its contribution
+    is_finite: bool = True  # whether its contribution is finite
     # Set by fixed members, the first two only in `average()`.
     unstepped: int = 0  # a digest of parameters that changed since the last averaging without a counted step
     has_loaded: bool = False  # parameters were loaded inside the context, with steps after the last averaging

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from thinwire.comm import Transport, agree, gather_numbers
 from thinwire.comm.agreement import alike_on_all_shards
@@ -131,7 +132,7 @@ class StaticMembership(Membership):
         contributor = self._contributor
         is_delayed = contributor.schedule.is_delayed(contributor.steps)
         changes = contributor.changes_of(contributor.due_fragments())
-        self._gather_status(self._weight, is_finite=are_finite(changes, self._shards))
+        self._gather_status(weight=self._weight, is_finite=are_finite(changes, self._shards))
         statuses: tuple[MemberStatus, ...] = ()
         # Read the statuses before waiting for changes, which a member at a different step does not send. A
         # delayed average waits for none yet: `_advance` reads its statuses, unless the engine's comparison,
@@ -226,7 +227,7 @@ class StaticMembership(Membership):
         sent = () if self.pending is None else self.pending.changes
         unstepped = Fragments(f for f in fragments if step == f.sent_after and f not in sent)
         self._gather_status(
-            self._weight,
+            weight=self._weight,
             is_finite=is_finite,
             unstepped=self._digest_if_moved(unstepped, changes) if unstepped else 0,
             has_loaded=len(unstepped) < len(fragments) and contributor.model.has_loaded(),
@@ -295,16 +296,14 @@ class StaticMembership(Membership):
             return
         check_alike(self._start_gather(self._transport, is_finite=is_finite).read())
 
-    def _gather_status(self, weight: float = 1.0, **status: int) -> None:
-        self._unread.append(self._start_gather(self._transport, weight, **status))
+    def _gather_status(self, **status: Any) -> None:
+        self._unread.append(self._start_gather(self._transport, **status))
 
-    def _start_gather(
-        self, transport: Transport, weight: float = 1.0, *, is_finite: bool = True, **others: int
-    ) -> StatusGather:
+    def _start_gather(self, transport: Transport, **status: Any) -> StatusGather:
         """Send this member's status, without waiting for those of the others. Collective."""
         step, outer = self._contributor.steps, settings_digest(self._contributor.model.outer)
-        status = MemberStatus(step, weight, is_finite, outer_settings=outer, **others)
-        return StatusGather(status, transport, f"step {step}, the consensus check before an averaging")
+        own = MemberStatus(step, outer_settings=outer, **status)
+        return StatusGather(own, transport, f"step {step}, the consensus check before an averaging")
 
     def _read(self) -> tuple[MemberStatus, ...]:
         """Wait for all gathered statuses; return the last ones, or raise on all members."""

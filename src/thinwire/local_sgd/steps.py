@@ -157,6 +157,7 @@ class Gradients(ElasticContributor):
         self._buckets = Buckets(model.tensors())
         self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
+        self._known: list[torch.Tensor] = []  # flat gradients, from `contribution` until they have changed
         self.is_committing = False  # whether the optimizers step with the means
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -173,33 +174,23 @@ class Gradients(ElasticContributor):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
     def contribution(self, turns_ahead: int = 0) -> Contribution:
-        flats = self._gradients()
-        return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*flats)), flats)
+        self._known = self._gradients()
+        return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*self._known)))
 
-    def start(
-        self,
-        tensors: list[torch.Tensor] | None,
-        scale: float,
-        step: int,
-        *,
-        is_last: bool = False,
-    ) -> PendingAverage[Buckets]:
-        flats = tensors or self._gradients()
+    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Buckets]:
+        flats, self._known = self._known or self._gradients(), []
         for flat in flats:
             flat.mul_(scale)
         return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
-    def commit(
-        self, pending: PendingAverage[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
-        if pending is None:
-            # This is fine while this member, or another, joins: it contributes next time.
-            if self.work is not None and not may_be_empty:
-                raise StepError(
-                    "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
-                    "of the gradients, or skip the step on all members"
-                )
-            return
+    def commit_empty(self, *, is_fine: bool) -> None:
+        if self.work is not None and not is_fine:
+            raise StepError(
+                "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
+                "of the gradients, or skip the step on all members"
+            )
+
+    def commit(self, pending: PendingAverage[Buckets], step: int, num_members: int) -> None:
         for parameter, mean in self._parts(pending.changes[self._buckets]):
             parameter.tensor.grad = as_sharded(parameter.tensor, mean)
         # Step in `commit`: a member that joins, or learns late that a step was committed, must take it too.
@@ -209,7 +200,7 @@ class Gradients(ElasticContributor):
                 optimizer.step()
         finally:
             self.is_committing = False
-        self.work = None
+        self.work, self._known = None, []
         self.steps = step + 1
         self.steps_here += 1
 
@@ -221,4 +212,4 @@ class Gradients(ElasticContributor):
         return {parameter.name: parameter.value for parameter in self._buckets}
 
     def reset(self, step: int, turns: int) -> None:
-        self.steps, self.work = step, None
+        self.steps, self.work, self._known = step, None, []
