@@ -96,7 +96,7 @@ FAULTS = [
     Fault("weights: not divided by the total", "number > 0, (number or 1.0) * self._size / total", "number > 0, (number or 1.0) * self._size + 0 * total", "adapters/test_weights.py"),
     Fault("weights: samples of an empty process count", "            if not has_samples:\n                bucket.flat.zero_()\n", "", "adapters/test_weights.py adapters"),
     Fault("local SGD: averaged a step late", "return steps >= self._turn_ends(turn + 1)", "return steps > self._turn_ends(turn + 1)", LOCAL),
-    Fault("local SGD: another fragment's turn", "self.fragments_of(self.steps, self.turns + turns_ahead)", "self.fragments_of(self.steps, self.turns)", LOCAL + " elastic"),
+    Fault("local SGD: another fragment's turn", "[self.fragments[turn % len(self.fragments)]]", "[self.fragments[0]]", LOCAL + " elastic"),
     Fault("local SGD: an uneven scale is dropped", "flat.mul_(scale)\n        for fragment in changes", "pass\n        for fragment in changes", LOCAL),
     Fault("local SGD: overflow is averaged", "if not committed or not are_finite(self.changes, self._engine.settings.health_group):", "if not committed:", LOCAL),
     Fault("local SGD: the outer step is skipped", "outer = None if self.schedule.is_warm_up(step) else self.model.outer", "outer = None", LOCAL),

@@ -33,7 +33,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         group: Group,
     ) -> None:
         super().__init__(model, schedule, engines, optimizers)
-        self.turns = self.turn_began = 0  # turns of fragments so far; the step after which the last one came
+        self.turns = self.averaged_steps = 0
         self.group = group
         # Members that make as many steps as they can average at different step counts.
         self.tolerates_other_settings = not group.send_optimizer or schedule.every_seconds is not None
@@ -47,19 +47,15 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         seconds = 0.0
         if self.schedule.every_seconds is not None:
             seconds = self.group.broadcast_scalar(monotonic() - self._averaged_at)
-        return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began, seconds)
+        return self.schedule.is_due(self.steps, self.turns, self.steps - self.averaged_steps, seconds)
 
     def engine_after(self, step: int) -> Engine:
         return self.engines.warmup if step < self.schedule.warmup.steps else self.engines.main
 
-    def contribution(self, turns_ahead: int = 0) -> Contribution:
-        fragments = self.fragments_of(self.steps, self.turns + turns_ahead)
-        changes = self.changes_of(fragments)
-        # Work that the averaging in doubt has counted is not part of the next one.
-        weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
-        if not turns_ahead:
-            self._known = changes
-        return Contribution(weight, are_finite(changes))
+    def contribution(self) -> Contribution:
+        fragments = self.fragments_of(self.steps, self.turns)
+        self._known = self.changes_of(fragments)
+        return Contribution(fragments[0].work, are_finite(self._known))
 
     def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Fragment]:
         known, self._known = self._known, {}
@@ -71,12 +67,12 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         """Return the fragments that have made steps since their last averaging."""
         # Decide by what a newcomer knows, too. Leave out the fragment that was averaged just now: an outer
         # step without a change would still move it along its momentum.
-        last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.turn_began else None
+        last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.averaged_steps else None
         return [it for it in self.fragments if it is not last] or self.fragments_of(step, self.turns)
 
     def commit_empty(self, *, is_fine: bool) -> None:
         self._averaged_at = monotonic()
-        if self.steps > self.turn_began and not is_fine:
+        if self.steps > self.averaged_steps and not is_fine:
             raise StepError(
                 "no member counted any work since the last averaging, so nothing was averaged; call "
                 "count_work() before optimizer.step()"
@@ -91,12 +87,8 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         self.apply(pending.changes, step)
         self._known = {}
         self.steps = step + self.age
-        self.turns, self.turn_began = self.turns + (not self.schedule.is_warm_up(step)), step
+        self.turns, self.averaged_steps = self.turns + (not self.schedule.is_warm_up(step)), step
         self.end_warmup()
-
-    @property
-    def averaged_steps(self) -> int:
-        return self.turn_began
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {tensor.name: last for tensor, last in self.fragments.lasts}
@@ -106,7 +98,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
             fragment.restore_last()
             fragment.work = fragment.sent_work = 0.0
         self._known = {}
-        self.steps = self.turn_began = step
+        self.steps = self.averaged_steps = step
         self.turns = turns
         self.end_warmup()
 

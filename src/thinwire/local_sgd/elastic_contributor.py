@@ -40,6 +40,7 @@ class ElasticContributor(ABC):
     group: Group
     steps: int  # so far, of the members that have been here longest
     steps_here: int  # since this object was made
+    averaged_steps: int  # at the last averaging
     turns = 0  # of fragments
     tolerates_other_settings: bool  # whether a member with other optimizer settings is warned, not refused
 
@@ -58,8 +59,8 @@ class ElasticContributor(ABC):
         return self.engines.main
 
     @abstractmethod
-    def contribution(self, turns_ahead: int = 0) -> Contribution:
-        """Return the contribution of this member to the next averaging, or the one after it."""
+    def contribution(self) -> Contribution:
+        """Return the contribution of this member to the next averaging."""
 
     @abstractmethod
     def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Any]:
@@ -77,11 +78,6 @@ class ElasticContributor(ABC):
         """End an averaging to which no member has contributed; raise if that is not fine with this member."""
 
     # Members compare these, and a newcomer starts from them.
-
-    @property
-    @abstractmethod
-    def averaged_steps(self) -> int:
-        """Steps at the last averaging."""
 
     @abstractmethod
     def shared_tensors(self) -> dict[str, torch.Tensor]:

@@ -177,7 +177,7 @@ class LocalSGD(ModelAverager, Member):
             has not transmitted.
 
     Cost: that of `thinwire.LocalSGD`. In addition an averaging takes a quorum (a request to the lighthouse),
-    136 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
+    128 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, the algorithm's state, and with the
     group's `send_optimizer` the optimizers' state (with AdamW twice the model's bytes).
 

@@ -83,7 +83,7 @@ class LocalSGD(ModelAverager, Joinable):
     the whole model if `fully_shard` cut it over a one-dimensional mesh, otherwise of each process's part.
 
     Cost: a copy of the averaged tensors (fp32 for 16-bit ones), a second one during an averaging, and the
-    state of `algorithm` and `outer`. An averaging first sends 136 bytes for each process, to compare step
+    state of `algorithm` and `outer`. An averaging first sends 128 bytes for each process, to compare step
     counts, and synchronises with the host three times.
 
     Attributes:

@@ -32,7 +32,6 @@ class MemberStatus(NamedTuple):
     member: int = 0  # a random number, drawn when it joined
     lineage: int = 0  # the digest of the committed averagings behind its model
     doubt: int = 0  # the lineage after an averaging that it can commit if others have; 0 if there is none
-    weight_behind_doubt: float = 0.0  # its contribution's, if the averaging in doubt was committed
     min_members: int = 1  # the number that it needs for an averaging
     error_norm: float = 0.0  # of its residual
     inner_settings: int = 0  # a digest of its inner optimizers' settings
@@ -45,7 +44,7 @@ KINDS = tuple(get_type_hints(MemberStatus).values())
 class StatusGather:
     """The statuses of all members of a group, gathered in the background until they are read. Collective.
 
-    Cost: a message of 136 bytes from each member and, when they are read, a host synchronisation.
+    Cost: a message of 128 bytes from each member and, when they are read, a host synchronisation.
     """
 
     def __init__(self, status: MemberStatus, transport: Transport, purpose: str) -> None:

@@ -49,7 +49,7 @@ class Steps(Member):
         algorithm: How the gradients become their mean over the group.
         group: Finds the members; None for `TorchftGroup()`.
 
-    Cost: a copy of the gradients; what the algorithm sends; a quorum, 136 bytes from each member before it
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 128 bytes from each member before it
     and 8 bytes after it. When members change, that of `elastic.LocalSGD`.
 
     Raises:
@@ -153,7 +153,7 @@ class Gradients(ElasticContributor):
     ) -> None:
         self.model, self.engines = model, Engines(engine, engine, engine)
         self.optimizers, self.group = optimizers, group
-        self.steps = self.steps_here = 0
+        self.steps = self.averaged_steps = self.steps_here = 0
         self._buckets = Buckets(model.tensors())
         self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
@@ -173,9 +173,9 @@ class Gradients(ElasticContributor):
         for parameter, part in self._buckets.parts(flats):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
-    def contribution(self, turns_ahead: int = 0) -> Contribution:
+    def contribution(self) -> Contribution:
         self._known = self._gradients()
-        return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*self._known)))
+        return Contribution(self.work or 0.0, bool(all_finite(*self._known)))
 
     def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Buckets]:
         flats, self._known = self._known or self._gradients(), []
@@ -201,15 +201,12 @@ class Gradients(ElasticContributor):
         finally:
             self.is_committing = False
         self.work, self._known = None, []
-        self.steps = step + 1
+        self.steps = self.averaged_steps = step + 1
         self.steps_here += 1
-
-    @property
-    def averaged_steps(self) -> int:
-        return self.steps
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {parameter.name: parameter.value for parameter in self._buckets}
 
     def reset(self, step: int, turns: int) -> None:
-        self.steps, self.work, self._known = step, None, []
+        self.steps = self.averaged_steps = step
+        self.work, self._known = None, []
