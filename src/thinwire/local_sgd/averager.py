@@ -230,11 +230,11 @@ class ModelAverager(Averager):
         self._check_not_over("a step")
         if self._contributor.steps_here == 0:  # optimizers create their state in the first step
             self._check_copies()
-        self._after_step(is_own=True)
+        self._after_step(1.0)
 
-    def _after_step(self, *, is_own: bool) -> None:
+    def _after_step(self, work: float) -> None:
         """Count a step, and average as the schedule says."""
-        self._contributor.count_step(float(is_own))
+        self._contributor.count_step(work)
         self._average_if_due()
         self._tell_observers()
 

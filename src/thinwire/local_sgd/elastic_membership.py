@@ -338,7 +338,8 @@ class ElasticMembership(Membership):
             self._load(group.received)
         # Members that resume from a state each have its mean residual; a newcomer has none.
         before = self._residual_members or sum(not is_new for is_new in are_new)
-        for engine in self._contributor.engines.averaging():
+        engines = self._contributor.engines
+        for engine in {engines.main, engines.warmup}:
             engine.regroup(group.control.size / before)
         self._residual_members = group.control.size
 

@@ -72,8 +72,8 @@ def check_owned(optimizers: Sequence[torch.optim.Optimizer], owned: set[int]) ->
     # Some of the model's may be missing: another optimizer may train them.
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            foreign = sum(id(parameter) not in owned for parameter in group["params"])
-            if foreign:
+            if not owned.issuperset(map(id, group["params"])):  # in each step, so without a Python loop
+                foreign = len({*map(id, group["params"])} - owned)
                 raise ConfigError(
                     f"{type(optimizer).__name__}'s parameter group {number} holds {foreign} parameters that "
                     "are not the model's, so they would never be averaged; put everything that is trained "

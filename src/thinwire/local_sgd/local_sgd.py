@@ -176,7 +176,7 @@ class LocalSGD(ModelAverager, Joinable):
                 attached.enter_context(warn_of_ddp(model.module, group))
             else:
                 ddp = model.ddp
-                adapters = {"group": DDPAdapter(engines.gradients, ddp)}
+                adapters = {"group": DDPAdapter(engines.warmup, ddp)}
                 if engines.subgroup is not None:
                     adapters["subgroup"] = DDPAdapter(engines.subgroup, ddp)
                 switch = switched(
@@ -264,7 +264,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "sent before the contributing processes are known"
             )
         self._membership.divides_by_contributors = by_contributors
-        return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
+        return Shadow(self, lambda: self._after_step(0.0), lambda _: self.average())
 
     @property
     def join_device(self) -> torch.device:
@@ -328,7 +328,7 @@ class LocalSGD(ModelAverager, Joinable):
             sync=self.sync.state_dict(),
             outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
             # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
-            warmup=self._contributor.engines.gradients.state_dict()
+            warmup=self._contributor.engines.warmup.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps
             else None,
         )
@@ -360,7 +360,7 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
-        warm_engine = self._contributor.engines.gradients
+        warm_engine = self._contributor.engines.warmup
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
         # This may raise, so nothing is changed before it.
         self.sync.load_state_dict(loaded.sync)

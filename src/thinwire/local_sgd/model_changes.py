@@ -82,7 +82,7 @@ class ModelChanges:
 
     def end_warmup(self) -> None:
         """Switch to `AllReduce` for the last warm-up step, which sends the residual: no later step would."""
-        engine = self.engines.gradients
+        engine = self.engines.warmup
         if engine.algorithm != EXACT and self.steps >= self.schedule.warmup.steps - 1:
             engine.check_between_steps("use()")
             engine.buckets.use(EXACT)
@@ -103,7 +103,8 @@ class ModelChanges:
         for fragment in changes:
             fragment.sent_work = fragment.work
         self.sent_at = self.steps
-        engine = self.engines.warmup if self.schedule.is_warm_up(step) else self.engines.main
+        main, warmup, exact, _ = self.engines
+        engine = main if not self.schedule.is_warm_up(step) else exact if self.schedule.has_ddp else warmup
         return PendingAverage(changes, engine, is_delayed=is_delayed)
 
     def apply(self, means: Changes, step: int) -> None:
