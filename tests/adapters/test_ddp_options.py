@@ -409,6 +409,7 @@ def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
 # A model that changes after it was wrapped
 
 
+REPLACED = "0.weight was replaced (as by load_state_dict(assign=True))"
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "converted": (lambda model: model.to(torch.bfloat16), "the model was converted"),
     "converted back": (lambda model: model.bfloat16().float(), "the model was converted"),
@@ -419,12 +420,13 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a layer more": (lambda model: model.module.append(nn.Conv2d(8, 8, 1)), "3.weight is trained, but DDP"),
     "another layer": (
         lambda model: model.module.__setitem__(0, nn.Linear(24, 48)),
-        "0.weight is trained, but DDP",
+        REPLACED,
     ),
     "another parameter": (
         lambda model: setattr(model.module[0], "weight", nn.Parameter(model.module[0].weight.detach())),
-        "0.weight is trained, but DDP",
+        REPLACED,
     ),
+    "loaded": (lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True), REPLACED),
 }
 
 

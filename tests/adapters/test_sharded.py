@@ -664,6 +664,10 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     unlike = sharded(language(width=8 + dist.get_rank() // 2), mesh["shard"])
     assigned, _ = attached(POWER)
     assigned.load_state_dict({k: v.clone() for k, v in assigned.state_dict().items()}, assign=True)
+    unfrozen = language()
+    unfrozen.embed.requires_grad_(False)
+    attach(sharded(unfrozen, mesh["shard"]), POWER, replicas=mesh)
+    unfrozen.requires_grad_()
     plain = sharded(language(), mesh["shard"])
     whole = sharded(language(), mesh["shard"])
     attach(whole.blocks[0], POWER, replicas=mesh)
@@ -703,7 +707,11 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
         ("cut along 0", lambda: to_replicas(cut_otherwise)),
         ("held with embed.weight", lambda: to_replicas(parts_otherwise)),
         ("call fully_shard on all parts, then attach", lambda: later(tokens_of(0))),
-        ("the model trains embed.weight, which was frozen or missing", lambda: assigned(tokens_of(0))),
+        (
+            "the model trains embed.weight, which was replaced (as by load_state",
+            lambda: assigned(tokens_of(0)),
+        ),
+        ("the model trains embed.weight, which was frozen or missing", lambda: unfrozen(tokens_of(0))),
         (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
         ("(blocks.0) after it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
         ("embed.weight is sharded, so processes hold different", lambda: thinwire.check_replicas(plain)),

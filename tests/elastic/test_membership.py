@@ -155,7 +155,7 @@ class Run(InTurns[LocalSGD]):
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
         changes = local._contributor
-        (fragment,) = changes.fragments_after(local._schedule.warmup.steps + 1)
+        (fragment,) = changes.fragments_of(local._schedule.warmup.steps + 1, changes.turns)
         due = {each.name: last for each, last in fragment.lasts}
         change = torch.zeros(0, dtype=torch.float64)
         for name, parameter in model.named_parameters():
@@ -252,22 +252,24 @@ def test_who_misses_the_last_message_alone_learns_that_it_was_committed() -> Non
     assert len(run.put_in[1]) == 2  # its own steps of that turn were never made
 
 
+@pytest.mark.parametrize("turn", [0, 2])
 def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
-    monkeypatch: pytest.MonkeyPatch,
+    turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scales: dict[tuple[int, int], float] = {}
     start = ElasticChanges.start
 
-    def noted(changes: Any, tensors: Any, scale: float, step: int, **options: Any) -> Any:
+    def noted(changes: Any, scale: float, step: int, **options: Any) -> Any:
         scales[changes.turns, changes.engine.transport.rank] = scale
-        return start(changes, tensors, scale, step, **options)
+        return start(changes, scale, step, **options)
 
     monkeypatch.setattr(ElasticChanges, "start", noted)
     monkeypatch.setattr(InProcessGroup, "commit", uncounted)
-    run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults={1: (VOTE, 2)})
+    faults = {1: (VOTE, turn + 2)}
+    run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults=faults)
     assert run.results == ["done"] * 3
-    # Of the second fragment the others have made two steps, and it one.
-    assert [scales[1, rank] for rank in range(3)] == pytest.approx([6 / 5, 3 / 5, 6 / 5])
+    # Of the next fragment the others have made two steps, and it one.
+    assert [scales[turn + 1, rank] for rank in range(3)] == pytest.approx([6 / 5, 3 / 5, 6 / 5])
 
 
 def test_a_handler_of_sigterm_that_is_not_pythons_ends_as_the_default_one() -> None:

@@ -249,6 +249,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "a warm-up": {"warmup": Warmup(3), "streaming": Streaming(fragments=2)},
     "a warm-up in few bits": {"warmup": Warmup(5, FEW_BITS), "algorithm": TopK(density=1 / 8)},
     "an outer step": {"outer": Nesterov(lr=0.7, momentum=0.9), "warmup": Warmup(2)},
+    "a warm-up of one step": {"warmup": Warmup(1, FEW_BITS)},
 }
 
 

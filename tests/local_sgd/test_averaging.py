@@ -101,6 +101,17 @@ def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimize
     assert member.agreed()
 
 
+@in_each_member(2)
+def test_the_last_step_of_a_warm_up_is_exact_even_if_it_is_the_first(member: Member) -> None:
+    models = []
+    for algorithm in (None, POWER):
+        member.take(new_model())
+        with member.local(every_steps=4, warmup=Warmup(1, algorithm)):
+            member.train(1)
+        models.append(flat(member.model))
+    assert torch.equal(*models)
+
+
 # Skipped steps, disagreement, values that are not finite
 
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from elastic.in_turns import alone
 from members import NESTEROV, Member, in_each_member
-from thinwire import Streaming, elastic
+from thinwire import DiLoCo, Streaming, elastic
 from thinwire.algorithms import Quantize
-from thinwire.errors import StepError
+from thinwire.comm import InProcessTransport
+from thinwire.errors import ConfigError, StepError
 from training import batch_of, flat, new_model, new_optimizer
 
+KINDS = ("fixed", "DiLoCo", "Steps")
 WITHOUT_A_STEP = "parameters changed since the last averaging without a step"
 
 
@@ -146,25 +148,76 @@ def test_a_model_can_be_saved_whole_inside_the_context(member: Member) -> None:
     assert torch.equal(flat(again), flat(member.model))
 
 
+class Alone:
+    """A model that one member trains."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.model = kind, new_model()
+        self.optimizer = new_optimizer(self.model)
+        if kind == "Steps":
+            self.local: Any = elastic.Steps(self.model, self.optimizer, Quantize(bits=4), group=alone())
+        elif kind == "DiLoCo":
+            self.local = elastic.DiLoCo(self.model, self.optimizer, every_steps=4, group=alone())
+        else:
+            self.local = DiLoCo(
+                self.model, self.optimizer, every_steps=4, replicas=InProcessTransport.group(1)[0]
+            )
+
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            self.model(batch_of(0, 0)).square().mean().backward()
+            self.local.step() if self.kind == "Steps" else self.optimizer.step()
+
+
 @pytest.mark.parametrize("kind", ["DiLoCo", "Steps"])
 def test_an_elastic_member_does_not_train_on_with_loaded_weights(kind: str) -> None:
-    model = new_model()
-    optimizer, best = new_optimizer(model), flat(model)
-    if kind == "Steps":
-        local: Any = elastic.Steps(model, optimizer, Quantize(bits=4), group=alone())
-    else:
-        local = elastic.DiLoCo(model, optimizer, every_steps=4, group=alone())
-
-    def step() -> None:
-        model(batch_of(0, 0)).square().mean().backward()
-        local.step() if kind == "Steps" else optimizer.step()
-
-    with refusing(LOADED), local:
-        for _ in range(3):
-            step()
-        load(model, best)
+    one = Alone(kind)
+    best = flat(one.model)
+    with refusing(LOADED), one.local:
+        one.step(3)
+        load(one.model, best)
         with refusing(LOADED):
-            step()
-        assert torch.equal(flat(model), best)
+            one.step()
+        assert torch.equal(flat(one.model), best)
         raise StepError(LOADED)
-    assert torch.equal(flat(model), best)
+    assert torch.equal(flat(one.model), best)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replaced_parameters_are_told_in_the_next_step_and_at_the_end(kind: str) -> None:
+    """The optimizer would train those that the model no longer has."""
+    one, replaced = Alone(kind), "parameters or buffers were replaced inside the context: ['0.bias', "
+    with refusing(replaced) if kind != "Steps" else nullcontext(), one.local:
+        one.step(3)
+        state = copy.deepcopy(one.model.state_dict())
+        one.model.load_state_dict(state, assign=True)
+        with refusing(replaced):
+            one.step()
+        assert one.local.steps == 3
+
+
+def test_an_optimizer_of_parameters_that_were_replaced_before_entry_is_refused() -> None:
+    one = Alone("fixed")
+    one.model.load_state_dict(copy.deepcopy(one.model.state_dict()), assign=True)
+    with one.local, pytest.raises(ConfigError, match=r"^SGD's parameter group 0 holds 6 parameters"):
+        one.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_others_than_the_model_hold_are_told_in_the_next_step(kind: str) -> None:
+    """They would never be averaged. Nothing is lost by the refusal."""
+    calm, one = Alone(kind), Alone(kind)
+    temperature = nn.Parameter(torch.ones(1))
+    temperature.grad = torch.ones(1)
+    with calm.local, one.local:
+        calm.step(6)
+        one.step(2)
+        one.optimizer.add_param_group({"params": [temperature]})
+        with pytest.raises(ConfigError, match=r"^SGD's parameter group 1 holds 1 parameters"):
+            one.step()
+        del one.optimizer.param_groups[1]
+        one.step(4)
+    assert torch.equal(flat(one.model), flat(calm.model))
+    assert one.local.steps == 6
+    assert torch.equal(temperature, torch.ones(1))

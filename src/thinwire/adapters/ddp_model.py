@@ -328,6 +328,7 @@ class _Guard:
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = weakref.ref(model)
         self._known = set(map(id, model.parameters()))
+        self._names = set(names_in(model).values())
         # One of each dtype and device: a conversion of the whole model changes at least one. DDP itself
         # detects if only some parameters take no part.
         by_kind = {(p.dtype, p.device): p for p in ddp_parameters(model) if p.requires_grad}
@@ -391,6 +392,12 @@ class _Guard:
         for parameter, name in names_in(model).items():
             # `torch.func.functional_call` may replace a parameter by a tensor computed from it.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
+                if name in self._names:
+                    raise StepError(
+                        f"{name} was replaced (as by load_state_dict(assign=True)) after DDP was built, so "
+                        "DDP does not average its gradient; load first, then build a new DDP model and "
+                        "attach it"
+                    )
                 raise unaveraged(name)
         self._learn(model)
 

@@ -19,7 +19,7 @@ from thinwire.errors import AgreementError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import described_together
-from thinwire.local_sgd.inner_optimizers import InnerSettings, difference
+from thinwire.local_sgd.inner_optimizers import InnerSettings, difference, inner_settings
 from thinwire.local_sgd.member_status import MemberStatus
 
 logger = logging.getLogger(__name__)
@@ -85,12 +85,13 @@ class Admission:
         )
         self._refuse([not status.is_finite for status in statuses], "are not finite", error)
 
-    def check_optimizers(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
+    def check_optimizers(self, statuses: Sequence[MemberStatus]) -> None:
         """Refuse members with other optimizer settings, or warn them. Collective if some differ."""
         # Newcomers receive the others' settings.
         old = [rank for rank, status in enumerate(statuses) if not status.is_new]
         if len({statuses[rank].inner_settings for rank in old}) < 2:
             return
+        own = inner_settings(self._contributor.optimizers)
         data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
         everyone: list[InnerSettings] = list(map(json.loads, data))
         # The right settings are the most common ones among the members that have been here longest.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -23,8 +23,8 @@ from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, Fragments, 
 from thinwire.local_sgd.outer import Nesterov, Outer, new_outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.schedule import Schedule
-from thinwire.local_sgd.training_loop import LoadedWeights
-from thinwire.sync.state import DTYPES
+from thinwire.local_sgd.training_loop import LOADED, Hook
+from thinwire.sync.state import DTYPES, digest_of
 from thinwire.torch_private import non_persistent_buffers, uncompiled
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class AveragedModel:
     replica: Replica = field(default_factory=Replica)  # this process's part of it
     ddp: DistributedDataParallel | None = None  # its wrapper, which may ignore some parameters
     buffers: bool = True  # whether saved floating buffers are averaged
-    entered: Mapping[str, object] = field(default_factory=dict)  # tensors on entry, by name; empty before
+    entered: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # see `_identities`; empty before
     fragments: Fragments = field(default_factory=Fragments)  # empty before entry, and for gradients
     make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # whether it holds the last average now, not its own values
-    loads: LoadedWeights = field(default_factory=LoadedWeights)  # inside the context
+    before_load: int | None = None  # the checksum before weights were loaded; None if none were
 
     @cached_property
     def device(self) -> torch.device:
@@ -149,16 +149,54 @@ class AveragedModel:
     def check_unchanged(self) -> None:
         """Raise if the model has other tensors than on entry."""
         # A message is flat: with other tensors, its parts would be assigned to the wrong ones.
-        changed = sorted({name for name, _ in self.entered.items() ^ _identities(self.tensors()).items()})
+        before, now = self.entered, _identities(self.tensors())
+        replaced = sorted(name for name in before.keys() & now.keys() if before[name][0] != now[name][0])
+        if replaced:
+            raise StepError(
+                f"parameters or buffers were replaced inside the context: {replaced[:4]}, as by "
+                "load_state_dict(assign=True), so the old ones would be trained; leave the context first, "
+                "then make a new optimizer and a new context"
+            )
+        changed = sorted({name for name, _ in before.items() ^ now.items()})
         if changed:
             raise StepError(
                 "the model's trainable parameters or buffers have changed since the context was entered: "
-                f"{changed[:4]}; leave it before you freeze, unfreeze, replace or resize any, and enter a "
-                "new one"
+                f"{changed[:4]}; leave it before you freeze, unfreeze or resize any, and enter a new one"
             )
 
+    # Weights that were changed by loading, not by a step.
 
-def _identities(averaged: Iterable[Averaged]) -> dict[str, object]:
+    @contextmanager
+    def noting_loads(self) -> Iterator[None]:
+        """Notice inside this context when weights are loaded."""
+        with ExitStack() as attached:
+            for part in self.module.modules():  # each may be loaded separately
+                register: Any = part.register_load_state_dict_pre_hook
+                attached.callback(register(Hook(self._note_load)).remove)
+            yield
+
+    def _note_load(self) -> None:
+        if self.before_load is None:
+            self.before_load = self._checksum()
+
+    def has_loaded(self) -> bool:
+        """Return whether the weights differ from those before loading."""
+        # The user may have loaded other weights for an evaluation, and then the model's own again.
+        if self.before_load is not None and self.before_load == self._checksum():
+            self.before_load = None
+        return self.before_load is not None
+
+    def check_loads(self) -> None:
+        """Raise if loaded weights have changed the model."""
+        if self.has_loaded():
+            raise StepError(LOADED)
+
+    def _checksum(self) -> int:
+        self.check_unchanged()  # loading may have replaced parameters
+        return digest_of([tensor.value for tensor in self.tensors() if not tensor.is_buffer])
+
+
+def _identities(averaged: Iterable[Averaged]) -> dict[str, tuple[object, ...]]:
     """Return each tensor's properties that must not change: object, shape, dtype and device."""
     return {
         name: (id(tensor), tuple(value.shape), value.dtype, value.device)

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
-from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps, with_wrapped
+from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, check_owned, silent_steps, with_wrapped
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import warn_of_momentum
@@ -30,7 +30,7 @@ from thinwire.sync import GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
-from thinwire.torch_private import takes_step_hooks
+from thinwire.torch_private import closure_not_compiled, takes_step_hooks
 
 # By parameter, the averager whose context was entered last. Weak keys and values, which release the model.
 _averager_of: MutableMapping[torch.Tensor, ref[Averager]] = WeakTensorKeyDictionary()
@@ -206,13 +206,22 @@ class ModelAverager(Averager):
     def _in_loop(self) -> Iterator[None]:
         """Count the steps of the user's loop inside this context."""
         stepped = [list(filter(takes_step_hooks, with_wrapped(optimizer))) for optimizer in self._optimizers]
-        optimizers = list(chain(*stepped))
-        with (
-            self._model.loads.noted(self.module, optimizers, self._model.fragments.checksum),
-            silent_steps(optimizers, self._engine.transport),
-            warn_of_uncounted_steps(self.module, optimizers, lambda: self._contributor.steps_here),
-            after_each_step(stepped[-1], self._grad_scaler, self._after_own_step),
-        ):
+        optimizers, owned = list(chain(*stepped)), set(map(id, self.module.parameters()))
+
+        @closure_not_compiled
+        def check(*_: object) -> None:
+            check_owned(self._optimizers, owned)
+            self._model.check_loads()
+
+        with ExitStack() as attached:
+            for optimizer in optimizers:
+                attached.callback(optimizer.register_step_pre_hook(check).remove)
+            attached.enter_context(self._model.noting_loads())
+            attached.enter_context(silent_steps(optimizers, self._engine.transport))
+            attached.enter_context(
+                warn_of_uncounted_steps(owned, optimizers, lambda: self._contributor.steps_here)
+            )
+            attached.enter_context(after_each_step(stepped[-1], self._grad_scaler, self._after_own_step))
             yield
 
     def _after_own_step(self) -> None:
@@ -221,11 +230,11 @@ class ModelAverager(Averager):
         self._check_not_over("a step")
         if self._contributor.steps_here == 0:  # optimizers create their state in the first step
             self._check_copies()
-        self._after_step(is_own=True)
+        self._after_step(1.0)
 
-    def _after_step(self, *, is_own: bool) -> None:
+    def _after_step(self, work: float) -> None:
         """Count a step, and average as the schedule says."""
-        self._contributor.count_step(is_own=is_own)
+        self._contributor.count_step(work)
         self._average_if_due()
         self._tell_observers()
 

@@ -33,80 +33,62 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         group: Group,
     ) -> None:
         super().__init__(model, schedule, engines, optimizers)
+        self.turns = self.averaged_steps = 0
         self.group = group
         # Members that make as many steps as they can average at different step counts.
         self.tolerates_other_settings = not group.send_optimizer or schedule.every_seconds is not None
         self._averaged_at = monotonic()
+        self._known: Changes = {}  # from `contribution` until they have changed
 
-    def count_step(self, *, is_own: bool) -> None:
-        super().count_step(is_own=is_own)
-        if self.group.weigh_by == "steps":
-            self.count_work(1.0)
-
-    def count_work(self, amount: float) -> None:
-        """Add to the weight of each fragment's next averaging."""
-        for fragment in self.fragments:
-            fragment.work += amount
+    def count_step(self, work: float) -> None:
+        super().count_step(work if self.group.weigh_by == "steps" else 0.0)
 
     def is_due(self) -> bool:
         seconds = 0.0
         if self.schedule.every_seconds is not None:
             seconds = self.group.broadcast_scalar(monotonic() - self._averaged_at)
-        return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began, seconds)
+        return self.schedule.is_due(self.steps, self.turns, self.steps - self.averaged_steps, seconds)
 
     def engine_after(self, step: int) -> Engine:
         return self.engines.warmup if step < self.schedule.warmup.steps else self.engines.main
 
-    def contribution(self, turns_ahead: int = 0) -> Contribution:
-        fragments = self.fragments_after(self.steps, turns_ahead)
-        changes = self.changes_of(fragments)
-        # Work that the averaging in doubt has counted is not part of the next one.
-        weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
-        return Contribution(weight, are_finite(changes), changes)
+    def contribution(self) -> Contribution:
+        fragments = self.fragments_of(self.steps, self.turns)
+        self._known = self.changes_of(fragments)
+        return Contribution(fragments[0].work, are_finite(self._known))
 
-    def start(
-        self, tensors: Changes | None, scale: float, step: int, *, is_last: bool = False
-    ) -> PendingAverage[Fragment]:
-        known = tensors or {}
-        fragments = self._fragments_left(step) if is_last else self.fragments_after(step)
+    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Fragment]:
+        known, self._known = self._known, {}
+        fragments = self._fragments_left(step) if is_last else self.fragments_of(step, self.turns)
         changes = {it: known[it] if it in known else it.changes() for it in fragments}
-        for fragment in changes:
-            fragment.sent_work = fragment.work
         return self.send(changes, scale, step, is_delayed=self.schedule.is_delayed(step))
 
     def _fragments_left(self, step: int) -> Sequence[Fragment]:
         """Return the fragments that have made steps since their last averaging."""
         # Decide by what a newcomer knows, too. Leave out the fragment that was averaged just now: an outer
         # step without a change would still move it along its momentum.
-        last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.turn_began else None
-        return [it for it in self.fragments if it is not last] or self.fragments_after(step)
+        last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.averaged_steps else None
+        return [it for it in self.fragments if it is not last] or self.fragments_of(step, self.turns)
 
-    def commit(
-        self, pending: PendingAverage[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
+    def commit_empty(self, *, is_fine: bool) -> None:
         self._averaged_at = monotonic()
-        if pending is None:
-            # This is fine while this member, or another, joins: it contributes next time.
-            if self.steps > self.turn_began and not may_be_empty:
-                raise StepError(
-                    "no member counted any work since the last averaging, so nothing was averaged; call "
-                    "count_work() before optimizer.step()"
-                )
-            return
+        if self.steps > self.averaged_steps and not is_fine:
+            raise StepError(
+                "no member counted any work since the last averaging, so nothing was averaged; call "
+                "count_work() before optimizer.step()"
+            )
+
+    def commit(self, pending: PendingAverage[Fragment], step: int, num_members: int) -> None:
+        self._averaged_at = monotonic()
         model = self.model
         if model.outer is not None and isinstance(model.make_outer, Nesterov):
             for group in model.outer.param_groups:
                 group["lr"] = nesterov_lr(model.make_outer, num_members, self.engines.main.algorithm)
         self.apply(pending.changes, step)
-        for fragment in pending.changes:
-            fragment.work -= fragment.sent_work
+        self._known = {}
         self.steps = step + self.age
-        self.turns, self.turn_began = self.turns + (not self.schedule.is_warm_up(step)), step
+        self.turns, self.averaged_steps = self.turns + (not self.schedule.is_warm_up(step)), step
         self.end_warmup()
-
-    @property
-    def averaged_steps(self) -> int:
-        return self.turn_began
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {tensor.name: last for tensor, last in self.fragments.lasts}
@@ -115,7 +97,8 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         for fragment in self.fragments:
             fragment.restore_last()
             fragment.work = fragment.sent_work = 0.0
-        self.steps = self.turn_began = step
+        self._known = {}
+        self.steps = self.averaged_steps = step
         self.turns = turns
         self.end_warmup()
 

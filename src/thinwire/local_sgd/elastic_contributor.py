@@ -25,11 +25,10 @@ from thinwire.tensors.layout import local_tensor
 
 
 class Contribution(NamedTuple):
-    """One member's contribution to an averaging."""
+    """What the other members must know of one member's contribution to an averaging."""
 
     weight: float  # 0 if the member has done nothing
     is_finite: bool
-    tensors: Any  # passed to `start`, unless the members change first
 
 
 class ElasticContributor(ABC):
@@ -41,6 +40,7 @@ class ElasticContributor(ABC):
     group: Group
     steps: int  # so far, of the members that have been here longest
     steps_here: int  # since this object was made
+    averaged_steps: int  # at the last averaging
     turns = 0  # of fragments
     tolerates_other_settings: bool  # whether a member with other optimizer settings is warned, not refused
 
@@ -59,28 +59,25 @@ class ElasticContributor(ABC):
         return self.engines.main
 
     @abstractmethod
-    def contribution(self, turns_ahead: int = 0) -> Contribution:
-        """Return the contribution of this member to the next averaging, or the one after it."""
+    def contribution(self) -> Contribution:
+        """Return the contribution of this member to the next averaging."""
 
     @abstractmethod
-    def start(self, tensors: Any, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Any]:
-        """Send the first messages of an averaging of a contribution's tensors; None: compute them again.
+    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Any]:
+        """Send the first messages of an averaging after a step.
 
         The last averaging, with which all members leave, covers all fragments.
         """
 
     @abstractmethod
-    def commit(
-        self, pending: PendingAverage[Any] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
-        """Apply the means of a committed averaging; None if no member had anything to average."""
+    def commit(self, pending: PendingAverage[Any], step: int, num_members: int) -> None:
+        """Apply the means of a committed averaging."""
+
+    @abstractmethod
+    def commit_empty(self, *, is_fine: bool) -> None:
+        """End an averaging to which no member has contributed; raise if that is not fine with this member."""
 
     # Members compare these, and a newcomer starts from them.
-
-    @property
-    @abstractmethod
-    def averaged_steps(self) -> int:
-        """Steps at the last averaging."""
 
     @abstractmethod
     def shared_tensors(self) -> dict[str, torch.Tensor]:
@@ -165,7 +162,7 @@ class ElasticContributor(ABC):
         for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], not_averaged):
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)
-        self.model.loads.forget()
+        self.model.before_load = None
         self.reset(loaded.step, members["turns"])
 
 

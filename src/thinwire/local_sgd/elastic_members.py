@@ -177,7 +177,7 @@ class LocalSGD(ModelAverager, Member):
             has not transmitted.
 
     Cost: that of `thinwire.LocalSGD`. In addition an averaging takes a quorum (a request to the lighthouse),
-    136 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
+    128 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, the algorithm's state, and with the
     group's `send_optimizer` the optimizers' state (with AdamW twice the model's bytes).
 
@@ -267,8 +267,8 @@ class LocalSGD(ModelAverager, Member):
             is_left = contributor.steps > contributor.averaged_steps or fragments_have_work
             # The end of this `with` leaves the group, so the last averaging must come inside it.
             if kind is None and is_left and not self.has_left:
-                self._model.loads.check()
-                with suppress(LeftError), full_precision(self._model.device):
+                with suppress(LeftError), self._collective("the end of the context"):
+                    self._model.check_loads()
                     if self._membership.is_open:
                         self._membership.finish()
                     self.leave()
@@ -287,7 +287,7 @@ class LocalSGD(ModelAverager, Member):
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
         """
         with self._collective("average()"):
-            self._model.loads.check()
+            self._model.check_loads()
             if self._membership.is_open:
                 self._membership.finish()
             is_warm_up = self._schedule.is_warm_up(self.steps)

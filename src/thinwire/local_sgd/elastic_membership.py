@@ -23,7 +23,7 @@ from thinwire.local_sgd.admission import (
     kept_lineage,
     next_lineage,
 )
-from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
+from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import (
     BrokenMemberError,
@@ -31,7 +31,7 @@ from thinwire.local_sgd.groups.machine_group import (
     reduced_over_local_processes,
 )
 from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
-from thinwire.local_sgd.inner_optimizers import InnerSettings, digest, inner_settings
+from thinwire.local_sgd.inner_optimizers import digest, inner_settings
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.membership_stats import MembershipStats
@@ -173,7 +173,7 @@ class ElasticMembership(Membership):
 
     def _start(self) -> None:
         group, contributor = self.group, self._contributor
-        statuses, tensors = self._gather_members()
+        statuses = self._gather_members()
         lineage = next_lineage(self.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
         pending = None
@@ -181,10 +181,7 @@ class ElasticMembership(Membership):
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
             is_last = all(status.is_leaving for status in statuses)
-            pending = in_all_processes(
-                lambda: contributor.start(tensors, scale, step, is_last=is_last),
-                group,
-            )
+            pending = in_all_processes(lambda: contributor.start(scale, step, is_last=is_last), group)
         self._open = _Averaging(pending, lineage, statuses)
 
     def _finish(self) -> None:
@@ -224,10 +221,13 @@ class ElasticMembership(Membership):
             pending.wait()  # first: it raises if a mean is not finite, and then nothing has changed
         self.lineage = averaging.lineage
         self.commits += 1
-        may_be_empty = any(status.is_new or status.is_saving for status in statuses)
-        step = max(status.step for status in statuses)
-        self._contributor.commit(pending, step, len(statuses), may_be_empty=may_be_empty)
-        self.stats.averagings += pending is not None
+        if pending is None:
+            # While a member joins or saves, this is fine: members contribute next time.
+            is_fine = any(status.is_new or status.is_saving for status in statuses)
+            self._contributor.commit_empty(is_fine=is_fine)
+        else:
+            self._contributor.commit(pending, max(status.step for status in statuses), len(statuses))
+            self.stats.averagings += 1
         self.stats.count(self.statuses, statuses)
         self.statuses = statuses
 
@@ -256,34 +256,36 @@ class ElasticMembership(Membership):
 
     # The members of the next averaging.
 
-    def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
-        """Return the members of the next averaging, and this member's tensors, None to compute them again.
+    def _gather_members(self) -> tuple[MemberStatus, ...]:
+        """Return the members of the next averaging.
 
         1. A quorum is formed; it may send this member the others' state, which replaces its own.
-        2. All exchange statuses. From these alone they refuse members, and choose the lineage to continue.
+        2. All exchange statuses. From these alone they refuse members, and choose the lineage to continue. If
+           any is in doubt, it then knows what the others have done, and all exchange statuses again.
         3. If the members have changed, they compare their settings, and newcomers load their state.
         """
-        group, contributor = self.group, self._contributor
+        group = self.group
         self._start_quorum()
-        is_new, was_in_doubt = group.received is not None, self._doubt is not None
-        contribution, settings = contributor.contribution(), inner_settings(contributor.optimizers)
-        statuses = self._gather_statuses(contribution, settings, is_new=is_new)
+        statuses, is_new = self._gather_statuses(), group.received is not None
         if is_new and not all(status.is_finite for status in statuses):
             # The received state may be from a member that has diverged, optimizers too: receive another one.
             self._start_over()
         # Decide in this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start
         # over: rank 0 waits for rank 1's round 1, rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
-        statuses = self._of_one_lineage(statuses)
+        if any(status.doubt for status in statuses):
+            self._resolve_doubt(statuses)
+            statuses = self._gather_statuses()
+        self._check_lineage(statuses)
         self._admission.check_finite(statuses)
-        self._admission.check_optimizers(statuses, settings)
+        self._admission.check_optimizers(statuses)
         if self._agreed_changes != group.num_changes:
             # Agree before adopting a state: a refused member has changed nothing. Scale the residual even if
             # the averaging then fails: the next change of members starts from this number.
             self._admission.agree(statuses)
             self._join(statuses)
             self._agreed_changes = group.num_changes
-        return statuses, None if is_new or was_in_doubt else contribution.tensors
+        return statuses
 
     def _start_quorum(self) -> None:
         """Wait for a quorum, and decide what a state from the others means."""
@@ -296,32 +298,28 @@ class ElasticMembership(Membership):
         if received is None:
             return
         if self._doubt is not None and self._doubt.lineage == lineage_of(received):
-            # The others have committed the averaging that this member has prepared. If it commits too, it
-            # has their state, and keeps its residual.
-            self._resolve_doubt(was_committed=True)
+            # The others have committed the averaging that this member has prepared. It will commit it too,
+            # and then has their state, and keeps its residual.
+            self.group.received = None
         else:
             self._member = self._draw_number()  # for the others, it is a new member
 
-    def _gather_statuses(
-        self, contribution: Contribution, settings: InnerSettings, *, is_new: bool
-    ) -> tuple[MemberStatus, ...]:
+    def _gather_statuses(self) -> tuple[MemberStatus, ...]:
         group, contributor = self.group, self._contributor
-        # The contribution in case the others have committed the averaging in doubt.
-        behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
+        contribution, is_new = contributor.contribution(), group.received is not None
         own = MemberStatus(
             step=0 if is_new else contributor.steps,
             weight=0.0 if is_new else contribution.weight,
-            is_finite=contribution.is_finite and behind.is_finite,
+            is_finite=contribution.is_finite,
             is_leaving=self.is_leaving,
             is_new=is_new,
             is_saving=self._is_saving,
             member=self._member,
             lineage=self.lineage if group.received is None else lineage_of(group.received),
             doubt=0 if self._doubt is None else self._doubt.lineage,
-            weight_behind_doubt=behind.weight,
             min_members=group.min_members,
             error_norm=contributor.engine.state.error_norm(),
-            inner_settings=digest(settings),
+            inner_settings=digest(inner_settings(contributor.optimizers)),
             averagings=self.stats.averagings,
         )
         own = reduced_over_local_processes(own, group)
@@ -340,7 +338,8 @@ class ElasticMembership(Membership):
             self._load(group.received)
         # Members that resume from a state each have its mean residual; a newcomer has none.
         before = self._residual_members or sum(not is_new for is_new in are_new)
-        for engine in self._contributor.engines.averaging():
+        engines = self._contributor.engines
+        for engine in {engines.main, engines.warmup}:
             engine.regroup(group.control.size / before)
         self._residual_members = group.control.size
 
@@ -372,31 +371,24 @@ class ElasticMembership(Membership):
         # Send the state it is about to load: its own model is not shared yet.
         return self.state() if self.group.received is None else self.group.received
 
-    def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
-        """Return the members with their true lineage; members of another lineage must start again."""
+    def _resolve_doubt(self, statuses: Sequence[MemberStatus]) -> None:
+        """Commit the averaging in doubt if others have, and else drop it."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and doubt.lineage == kept_lineage(statuses):
+            self.group.received = None
+            self._commit(doubt)
+        elif doubt is not None:
+            doubt.abandon()
+
+    def _check_lineage(self, statuses: Sequence[MemberStatus]) -> None:
+        """Make members of another lineage start again."""
         kept = kept_lineage(statuses)
-        if self._doubt is not None:
-            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
-        statuses = tuple(
-            it._replace(lineage=kept, doubt=0, weight=it.weight_behind_doubt) if it.doubt == kept else it
-            for it in statuses
-        )
         if any(status.lineage != kept for status in statuses):
             if statuses[self.group.control.rank].lineage != kept:
                 self._start_over()
             raise TryAgainError(
                 "members come from different averagings, so some must restart from the others' state"
             )
-        return statuses
-
-    def _resolve_doubt(self, *, was_committed: bool) -> None:
-        assert self._doubt is not None
-        doubt, self._doubt = self._doubt, None
-        if was_committed:
-            self.group.received = None
-            self._commit(doubt)
-        else:
-            doubt.abandon()
 
     def _draw_number(self) -> int:
         """Return a number that no other member has, independent of seeds that the user's script sets."""

@@ -15,14 +15,12 @@ from thinwire.sync import Engine, Settings
 class Engines(NamedTuple):
     """Engines of a model and its schedule; they share the counts of what they send over the group."""
 
-    main: Engine  # averages with `algorithm`
-    warmup: Engine  # averages changes in the warm-up
-    gradients: Engine  # averages a DDP model's gradients in the warm-up; `warmup` if there is no DDP model
+    main: Engine  # averages changes after the warm-up
+    warmup: (
+        Engine  # averages in each step of the warm-up: gradients of a DDP model, changes of a plain module
+    )
+    exact: Engine  # averages a DDP model's parameters after the warm-up's last step
     subgroup: Engine | None = None  # averages changes or gradients within the subgroup
-
-    def averaging(self) -> list[Engine]:
-        """Return the engines that average over the group for a contributor, each once."""
-        return list(dict.fromkeys((self.main, self.warmup)))
 
 
 def engines_of(
@@ -41,16 +39,13 @@ def engines_of(
     machines = None
     if isinstance(group, ProcessGroupTransport) and isinstance(subgroup, ProcessGroupTransport):
         machines, _ = machines_of_subgroups(group, subgroup)
-    # `main` ignores `on_nonfinite`, which is about gradients: changes that are not finite always raise.
-    main = Engine(
-        algorithm, group, specs, Settings(health_group=health_group), parts=parts, machines=machines
-    )
+    # `on_nonfinite` is about gradients: changes that are not finite always raise.
+    for_changes = Settings(health_group=health_group)
+    for_gradients = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
+    main = Engine(algorithm, group, specs, for_changes, parts=parts, machines=machines)
     shared: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
-    settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
-    gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **shared)
-    if schedule.has_ddp and warmup.algorithm != EXACT:
-        # `gradients` has residuals of gradients, so another engine averages the final parameters.
-        warmup = Engine(EXACT, group, specs, settings, **shared)
-    return Engines(
-        main, warmup, gradients, None if subgroup is None else Engine(EXACT, subgroup, specs, settings)
-    )
+    warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, for_gradients, **shared)
+    # The residuals of `warmup` are of gradients: no average of parameters may add them.
+    exact = Engine(EXACT, group, specs, for_changes, **shared)
+    within = None if subgroup is None else Engine(EXACT, subgroup, specs, for_gradients)
+    return Engines(main, warmup, exact, within)

@@ -11,7 +11,6 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
-from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
 
 
@@ -161,10 +160,6 @@ class Fragments(tuple[Fragment, ...]):
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
         """Each averaged tensor with its last average."""
         return [pair for fragment in self for pair in fragment.lasts]
-
-    def checksum(self) -> int:
-        """Return a CRC-32 of the model's parameters."""
-        return digest_of([tensor.value for tensor, _ in self.lasts if not tensor.is_buffer])
 
 
 def layer_of(name: str) -> str:

@@ -61,16 +61,24 @@ def checked_optimizers(
                 "the optimizer holds none of the model's trainable parameters; build it from this model: "
                 "optimizer = torch.optim.SGD(model.parameters(), …)"
             )
-        # Some of the model's parameters may be missing: another optimizer may train them.
-        foreign = len(held - set(map(id, module.parameters())))
-        if foreign:
-            raise ConfigError(
-                f"the optimizer holds {foreign} parameters that are not the model's, so they would never be "
-                "averaged; put everything that is trained into one module, and pass that module"
-            )
+    check_owned(optimizers, set(map(id, module.parameters())))
     if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
         raise ConfigError(f"expected one optimizer or several, each once, got {list(optimizers)}")
     return optimizers
+
+
+def check_owned(optimizers: Sequence[torch.optim.Optimizer], owned: set[int]) -> None:
+    """Refuse parameters that are not the model's, whose parameters have these ids."""
+    # Some of the model's may be missing: another optimizer may train them.
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            if not owned.issuperset(map(id, group["params"])):  # in each step, so without a Python loop
+                foreign = len({*map(id, group["params"])} - owned)
+                raise ConfigError(
+                    f"{type(optimizer).__name__}'s parameter group {number} holds {foreign} parameters that "
+                    "are not the model's, so they would never be averaged; put everything that is trained "
+                    "into one module, and make the optimizer of its parameters"
+                )
 
 
 def _check_sends_nothing(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
@@ -108,8 +116,9 @@ def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transpo
     @closure_not_compiled
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Messages from inside a closure are gradients.
-        if all(argument is None for argument in (*args[1:], *kwargs.values())):
-            counts.setdefault(id(optimizer), num_messages(group))
+        is_alone = all(argument is None for argument in (*args[1:], *kwargs.values()))
+        if is_alone and counts.get(id(optimizer), 0) is not None:
+            counts[id(optimizer)] = num_messages(group)
 
     @closure_not_compiled
     def after(optimizer: torch.optim.Optimizer, *_: object) -> None:

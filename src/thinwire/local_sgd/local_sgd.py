@@ -83,7 +83,7 @@ class LocalSGD(ModelAverager, Joinable):
     the whole model if `fully_shard` cut it over a one-dimensional mesh, otherwise of each process's part.
 
     Cost: a copy of the averaged tensors (fp32 for 16-bit ones), a second one during an averaging, and the
-    state of `algorithm` and `outer`. An averaging first sends 136 bytes for each process, to compare step
+    state of `algorithm` and `outer`. An averaging first sends 128 bytes for each process, to compare step
     counts, and synchronises with the host three times.
 
     Attributes:
@@ -176,7 +176,7 @@ class LocalSGD(ModelAverager, Joinable):
                 attached.enter_context(warn_of_ddp(model.module, group))
             else:
                 ddp = model.ddp
-                adapters = {"group": DDPAdapter(engines.gradients, ddp)}
+                adapters = {"group": DDPAdapter(engines.warmup, ddp)}
                 if engines.subgroup is not None:
                     adapters["subgroup"] = DDPAdapter(engines.subgroup, ddp)
                 switch = switched(
@@ -187,8 +187,6 @@ class LocalSGD(ModelAverager, Joinable):
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
-        if model.ddp is not None:
-            self._contributor.end_warmup()
         log_start(self._engine, (), str(self))
         return self
 
@@ -233,8 +231,7 @@ class LocalSGD(ModelAverager, Joinable):
             with self._collective("a step"):
                 self._membership.average_within()
         super()._average_if_due()
-        if self._model.ddp is not None:  # DDP's gradients are averaged without a commit
-            self._contributor.end_warmup()
+        self._contributor.end_warmup()
 
     # Uneven inputs: see thinwire.join.
 
@@ -267,7 +264,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "sent before the contributing processes are known"
             )
         self._membership.divides_by_contributors = by_contributors
-        return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
+        return Shadow(self, lambda: self._after_step(0.0), lambda _: self.average())
 
     @property
     def join_device(self) -> torch.device:
@@ -331,7 +328,7 @@ class LocalSGD(ModelAverager, Joinable):
             sync=self.sync.state_dict(),
             outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
             # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
-            warmup=self._contributor.engines.gradients.state_dict()
+            warmup=self._contributor.engines.warmup.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps
             else None,
         )
@@ -363,7 +360,7 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
-        warm_engine = self._contributor.engines.gradients
+        warm_engine = self._contributor.engines.warmup
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
         # This may raise, so nothing is changed before it.
         self.sync.load_state_dict(loaded.sync)

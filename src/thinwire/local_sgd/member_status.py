@@ -19,10 +19,10 @@ class MemberStatus(NamedTuple):
     """The status of a member at the beginning of an averaging, in numbers that a float64 holds."""
 
     step: int  # steps so far
-    weight: float  # of its contribution
-    is_finite: bool  # whether its contribution is finite
-    # Set by fixed members; `has_…` only in `average()`.
-    has_changed: bool = False  # parameters changed since the last averaging without a counted step
+    weight: float = 1.0  # of its contribution
+    is_finite: bool = True  # whether its contribution is finite
+    # Set by fixed members, the first two only in `average()`.
+    unstepped: int = 0  # a digest of parameters that changed since the last averaging without a counted step
     has_loaded: bool = False  # parameters were loaded inside the context, with steps after the last averaging
     outer_settings: int = 0  # a digest of the outer optimizer's settings that schedules change
     # Set by elastic members.
@@ -32,7 +32,6 @@ class MemberStatus(NamedTuple):
     member: int = 0  # a random number, drawn when it joined
     lineage: int = 0  # the digest of the committed averagings behind its model
     doubt: int = 0  # the lineage after an averaging that it can commit if others have; 0 if there is none
-    weight_behind_doubt: float = 0.0  # its contribution's, if the averaging in doubt was committed
     min_members: int = 1  # the number that it needs for an averaging
     error_norm: float = 0.0  # of its residual
     inner_settings: int = 0  # a digest of its inner optimizers' settings
@@ -45,7 +44,7 @@ KINDS = tuple(get_type_hints(MemberStatus).values())
 class StatusGather:
     """The statuses of all members of a group, gathered in the background until they are read. Collective.
 
-    Cost: a message of 136 bytes from each member and, when they are read, a host synchronisation.
+    Cost: a message of 128 bytes from each member and, when they are read, a host synchronisation.
     """
 
     def __init__(self, status: MemberStatus, transport: Transport, purpose: str) -> None:
@@ -83,6 +82,12 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
         raise StepError(
             f"rank {_listed(others)} has other settings of the outer optimizer than the other ranks; "
             "nothing was averaged. Step a scheduler of local.outer on all ranks alike"
+        )
+    if len({status.unstepped for status in statuses}) > 1:
+        raise StepError(
+            "parameters changed since the last averaging without a step of a given optimizer, and not "
+            "equally on all ranks; nothing was averaged. Pass all optimizers; load the same state on "
+            "all ranks"
         )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
-import torch
-
-from thinwire.comm import Transport, agree, gather_numbers, true_for_all
+from thinwire.comm import Transport, agree, gather_numbers
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
@@ -20,6 +19,7 @@ from thinwire.local_sgd.outer import settings_digest
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.saved_state import LoadedState, load_fragments
 from thinwire.sync import Engine
+from thinwire.sync.state import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,6 @@ class StaticMembership(Membership):
         contributor = self._contributor
         load_fragments(loaded, contributor.model)
         self.abandon()  # an earlier attempt to enter may have failed
-        contributor.align_turns(loaded.step)
         contributor.end_warmup()
         for number, means in loaded.pending:
             # Version 0.2 could have several pending averages: all but the last are applied now.
@@ -118,7 +117,6 @@ class StaticMembership(Membership):
                 self.finish()
             fragment = contributor.fragments[number]
             contributor.sent_at = fragment.sent_after
-            contributor.align_turns(fragment.sent_after)
             flats = fragment.empty()
             for tensor, part in fragment.parts(flats):
                 part.copy_(means[tensor.name])
@@ -133,8 +131,8 @@ class StaticMembership(Membership):
     def start(self) -> None:
         contributor = self._contributor
         is_delayed = contributor.schedule.is_delayed(contributor.steps)
-        changes = contributor.changes_of(contributor.fragments_after(contributor.steps))
-        self._gather_status(self._weight, is_finite=are_finite(changes, self._shards))
+        changes = contributor.changes_of(contributor.due_fragments())
+        self._gather_status(weight=self._weight, is_finite=are_finite(changes, self._shards))
         statuses: tuple[MemberStatus, ...] = ()
         # Read the statuses before waiting for changes, which a member at a different step does not send. A
         # delayed average waits for none yet: `_advance` reads its statuses, unless the engine's comparison,
@@ -152,7 +150,7 @@ class StaticMembership(Membership):
 
     @property
     def _weight(self) -> float:
-        return float(not self.divides_by_contributors or self._contributor.pending_steps > 0)
+        return float(not self.divides_by_contributors or self._contributor.fragments[0].work > 0)
 
     @property
     def _rounds_due(self) -> int:
@@ -170,20 +168,18 @@ class StaticMembership(Membership):
         self._advance(self._rounds_due)
 
     def _advance(self, num_rounds: float) -> None:
-        """Send the next rounds of the pending averaging, until this many were sent or all have arrived."""
+        """Send the next round of the pending averaging, and more until this many were sent or all arrived."""
         pending = self.pending
         assert pending is not None
         # Send a status before everything else. Otherwise, if rank 0 is a step late, rank 1 would send round 2
         # while rank 0 leaves the context and sends its status, and each would wait for the other.
         newest = [self._start_gather(self._transport)] if pending.is_delayed else []
-        while pending.num_rounds < num_rounds:
-            # Read the statuses sent before the round in flight: if members differ, that round never arrives.
-            # Don't read the newest: slower members send it only when they come this far.
+        # Before waiting for a round, read the statuses that were sent before it: if members differ, it never
+        # arrives. Not yet the newest: slower members send it only when they come this far.
+        self._read()
+        self._unread = newest
+        while pending.advance() and pending.num_rounds < num_rounds:
             self._read()
-            self._unread += newest
-            newest = []
-            if not pending.advance():
-                return
 
     def settle(self) -> None:
         """Wait for the means of the pending averaging, without applying them. Collective."""
@@ -202,12 +198,6 @@ class StaticMembership(Membership):
             fragment.num_rounds = pending.num_rounds
 
     def finish(self) -> None:
-        self._apply()
-        self._contributor.align_turns(self._contributor.sent_at)
-        self._contributor.end_warmup()
-
-    def _apply(self) -> None:
-        """Wait for the means of the pending averaging, and apply them."""
         self._wait()
         # Only now: if anything above raised, the pending average must still be abandoned.
         pending, self.pending = self.pending, None
@@ -218,7 +208,6 @@ class StaticMembership(Membership):
         if self.pending is not None:
             self.pending.abandon()
         self.pending, self._unread = None, []
-        self._contributor.align_turns(self._contributor.steps)
 
     # Averagings outside the schedule.
 
@@ -236,16 +225,22 @@ class StaticMembership(Membership):
         # If these have changed since they were sent, then without a counted step: weights were loaded, or an
         # optimizer has stepped whose steps are not counted.
         sent = () if self.pending is None else self.pending.changes
-        unstepped = {f: changes[f] for f in fragments if step == f.sent_after and f not in sent}
+        unstepped = Fragments(f for f in fragments if step == f.sent_after and f not in sent)
         self._gather_status(
-            self._weight,
+            weight=self._weight,
             is_finite=is_finite,
-            has_changed=bool(unstepped) and self._have_moved(unstepped),
-            has_loaded=len(unstepped) < len(fragments) and contributor.model.loads.have_changed(),
+            unstepped=self._digest_if_moved(unstepped, changes) if unstepped else 0,
+            has_loaded=len(unstepped) < len(fragments) and contributor.model.has_loaded(),
         )
         statuses = self._read()
-        if any(status.has_changed for status in statuses):
-            self._set_as_last_average(Fragments(unstepped))
+        if statuses[0].unstepped:  # the same on all
+            for fragment in unstepped:
+                fragment.set_last(buffers=False)
+            contributor.model.before_load = None
+            logger.info(
+                "parameters changed without an optimizer step, equally on all processes: they become the "
+                "last average"
+            )
         if self.is_open:
             self.finish()
         # Average each by itself as usual, the one that has waited longest first: the same order on all ranks.
@@ -254,41 +249,23 @@ class StaticMembership(Membership):
         for turn in [waiting] if waiting and is_warm_up else [[fragment] for fragment in waiting]:
             # All members are at this step, as the statuses show, so they need not gather them again.
             self._send(contributor.changes_of(turn), statuses)
-            self._apply()
+            self.finish()
 
-    def _have_moved(self, changes: Mapping[Fragment, Sequence[torch.Tensor]]) -> bool:
-        """Return whether any parameter has changed on any shard of the replica."""
+    def _digest_if_moved(self, fragments: Fragments, changes: Changes) -> int:
+        """Return a digest of parameters on all shards; 0 if none has changed. Collective inside."""
         # Leave out buffers, which change in every forward pass.
         have_moved = any(
             flat.any()
-            for fragment, flats in changes.items()
-            for specs, flat in zip(fragment.layout, flats, strict=True)
+            for fragment in fragments
+            for specs, flat in zip(fragment.layout, changes[fragment], strict=True)
             if not specs[0].is_statistic
         )
-        return not self._on_all_shards(not have_moved, "whether all shards are still")
-
-    def _set_as_last_average(self, fragments: Fragments) -> None:
-        """Make the model's values the last average; raise on all members if they differ. Collective."""
-        purpose = "comparing parameters that have changed without a step"
-        rows = gather_numbers([float(fragments.checksum())], self._transport, purpose)
-        if not self._on_all_shards(rows == rows[:1] * len(rows), purpose):
-            raise StepError(
-                "parameters changed since the last averaging without a step of a given optimizer, and not "
-                "equally on all ranks; nothing was averaged. Pass all optimizers; load the same state on "
-                "all ranks"
-            )
-        for fragment in fragments:
-            fragment.set_last(buffers=False)
-        self._contributor.model.loads.forget()
-        logger.info(
-            "parameters changed without an optimizer step, equally on all processes: they become the last "
-            "average"
-        )
-
-    def _on_all_shards(self, is_true: bool, purpose: str) -> bool:
-        return bool(
-            true_for_all(torch.tensor(is_true, device="cpu"), self._contributor.model.replica.inside, purpose)
-        )
+        inside, purpose = self._contributor.model.replica.inside, "looking for changes without a step"
+        if gather_numbers([float(have_moved)], inside, purpose) == [[0.0]] * inside.size:
+            return 0
+        values = [tensor.value for tensor, _ in fragments.lasts if not tensor.is_buffer]
+        digests = gather_numbers([float(digest_of(values))], inside, purpose)
+        return digest_of(digests) | 1
 
     def average_within(self) -> None:
         """Average exactly, within the subgroup, fragments that the group does not average now. Collective."""
@@ -298,7 +275,7 @@ class StaticMembership(Membership):
         self._check_within(engine.transport, is_finite=are_finite(changes, self._shards))
         # Fragments that the group averages now, without a delay, need no subgroup mean first.
         if contributor.is_due() and not contributor.schedule.is_delayed(contributor.steps):
-            for fragment in contributor.fragments_after(contributor.steps):
+            for fragment in contributor.due_fragments():
                 del changes[fragment]
         if changes:
             PendingAverage(changes, engine).wait()
@@ -319,16 +296,14 @@ class StaticMembership(Membership):
             return
         check_alike(self._start_gather(self._transport, is_finite=is_finite).read())
 
-    def _gather_status(self, weight: float = 1.0, **status: bool) -> None:
-        self._unread.append(self._start_gather(self._transport, weight, **status))
+    def _gather_status(self, **status: Any) -> None:
+        self._unread.append(self._start_gather(self._transport, **status))
 
-    def _start_gather(
-        self, transport: Transport, weight: float = 1.0, *, is_finite: bool = True, **flags: bool
-    ) -> StatusGather:
+    def _start_gather(self, transport: Transport, **status: Any) -> StatusGather:
         """Send this member's status, without waiting for those of the others. Collective."""
         step, outer = self._contributor.steps, settings_digest(self._contributor.model.outer)
-        status = MemberStatus(step, weight, is_finite, outer_settings=outer, **flags)
-        return StatusGather(status, transport, f"step {step}, the consensus check before an averaging")
+        own = MemberStatus(step, outer_settings=outer, **status)
+        return StatusGather(own, transport, f"step {step}, the consensus check before an averaging")
 
     def _read(self) -> tuple[MemberStatus, ...]:
         """Wait for all gathered statuses; return the last ones, or raise on all members."""

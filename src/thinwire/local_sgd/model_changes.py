@@ -20,14 +20,11 @@ Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 
 
 class ModelChanges:
-    """A model's changes, and its progress in the schedule: an averaging sends changes, and applies means.
+    """A model's changes: an averaging sends them, and applies their means.
 
     Attributes:
         steps: Steps so far, of the members that have been here longest.
         steps_here: Steps since this object was made.
-        pending_steps: This process's steps since the last averaging.
-        turns: Turns of fragments so far.
-        turn_began: The step after which the last turn came.
         sent_at: The step after which the latest averaging was sent.
     """
 
@@ -39,8 +36,8 @@ class ModelChanges:
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.model, self.schedule, self.engines, self.optimizers = model, schedule, engines, optimizers
-        self.steps = self.steps_here = 0
-        self.pending_steps = self.turns = self.turn_began = self.sent_at = 0
+        self.steps = self.steps_here = self.sent_at = 0
+        self.end_warmup()
 
     @property
     def fragments(self) -> Fragments:
@@ -49,38 +46,46 @@ class ModelChanges:
 
     # The schedule.
 
-    def count_step(self, *, is_own: bool) -> None:
-        """Count a step of the loop: this process's or, if it has no more input, that of others."""
+    def count_step(self, work: float) -> None:
+        """Count a step of the loop, with no work if it is not this process's, which has no more input."""
         self.steps += 1
         self.steps_here += 1
-        self.pending_steps += is_own
+        self.count_work(work)
+
+    def count_work(self, amount: float) -> None:
+        """Add to the weight of each fragment's next averaging."""
+        for fragment in self.fragments:
+            fragment.work += amount
 
     @property
     def age(self) -> int:
         """Steps since the latest averaging was sent."""
         return self.steps - self.sent_at
 
+    # From the step alone, so that fixed members average together, whatever has failed.
+
     def is_due(self) -> bool:
         """Return whether an averaging is due after this step."""
-        return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began)
+        turn, began = self.schedule.position(self.steps - 1)
+        return self.schedule.is_due(self.steps, turn, self.steps - began)
 
-    def align_turns(self, step: int) -> None:
-        """Set the turns from the schedule, so that fixed members average together, whatever has failed."""
-        self.turns, self.turn_began = self.schedule.position(step)
+    def due_fragments(self) -> Sequence[Fragment]:
+        """Return the fragments that are averaged after this step."""
+        turn, _ = self.schedule.position(self.steps - 1)
+        return self.fragments_of(self.steps, turn)
+
+    def fragments_of(self, step: int, turn: int) -> Sequence[Fragment]:
+        """Return the fragments whose turn it is after a step: all in the warm-up."""
+        if self.schedule.is_warm_up(step):
+            return self.fragments
+        return [self.fragments[turn % len(self.fragments)]]
 
     def end_warmup(self) -> None:
         """Switch to `AllReduce` for the last warm-up step, which sends the residual: no later step would."""
-        engine = self.engines.gradients
-        step = self.steps if self.schedule.has_ddp else self.turn_began
-        if engine.algorithm != EXACT and step >= self.schedule.warmup.steps - 1:
+        engine = self.engines.warmup
+        if engine.algorithm != EXACT and self.steps >= self.schedule.warmup.steps - 1:
             engine.check_between_steps("use()")
             engine.buckets.use(EXACT)
-
-    def fragments_after(self, step: int, turns_ahead: int = 0) -> Sequence[Fragment]:
-        """Return the fragments that are averaged after a step, or `turns_ahead` turns later."""
-        if self.schedule.is_warm_up(step):
-            return self.fragments
-        return [self.fragments[(self.turns + turns_ahead) % len(self.fragments)]]
 
     # An averaging.
 
@@ -95,8 +100,11 @@ class ModelChanges:
         # Scale before sending: otherwise the residual would have a different unit than the next change.
         for flat in chain(*changes.values()) if scale != 1 else ():
             flat.mul_(scale)
+        for fragment in changes:
+            fragment.sent_work = fragment.work
         self.sent_at = self.steps
-        engine = self.engines.warmup if self.schedule.is_warm_up(step) else self.engines.main
+        main, warmup, exact, _ = self.engines
+        engine = main if not self.schedule.is_warm_up(step) else exact if self.schedule.has_ddp else warmup
         return PendingAverage(changes, engine, is_delayed=is_delayed)
 
     def apply(self, means: Changes, step: int) -> None:
@@ -107,7 +115,8 @@ class ModelChanges:
         for fragment, flats in means.items():
             fragment.apply(flats, outer, local_weight)
             fragment.sent_after = step
-        self.pending_steps = 0
+            fragment.work -= fragment.sent_work
+            fragment.sent_work = 0.0
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all members."""

@@ -20,11 +20,10 @@ from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded
+from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded, check_owned
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
-from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
 from thinwire.torch_private import closure_not_compiled
 
@@ -50,7 +49,7 @@ class Steps(Member):
         algorithm: How the gradients become their mean over the group.
         group: Finds the members; None for `TorchftGroup()`.
 
-    Cost: a copy of the gradients; what the algorithm sends; a quorum, 136 bytes from each member before it
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 128 bytes from each member before it
     and 8 bytes after it. When members change, that of `elastic.LocalSGD`.
 
     Raises:
@@ -98,7 +97,6 @@ class Steps(Member):
 
     @contextmanager
     def _in_loop(self) -> Iterator[None]:
-        tensors = list(self._contributor.shared_tensors().values())
         owned = set(map(id, self.module.parameters()))
 
         @closure_not_compiled
@@ -112,7 +110,7 @@ class Steps(Member):
         own_steps = register_optimizer_step_pre_hook(refuse)
         try:
             # Pass no optimizers: `step` checks, since the optimizers step only when an averaging commits.
-            with self._model.loads.noted(self.module, (), lambda: digest_of(tensors)):
+            with self._model.noting_loads():
                 yield
         finally:
             own_steps.remove()
@@ -135,7 +133,8 @@ class Steps(Member):
             ConfigError: `work` is not a number, or negative.
         """
         self._check_inside("step()")
-        self._model.loads.check()
+        check_owned(self._optimizers, set(map(id, self.module.parameters())))
+        self._model.check_loads()
         self._contributor.work = float(number("work", work, minimum=0))
         with full_precision(self._model.device):  # the step may run under autocast
             self._membership.average()
@@ -154,10 +153,11 @@ class Gradients(ElasticContributor):
     ) -> None:
         self.model, self.engines = model, Engines(engine, engine, engine)
         self.optimizers, self.group = optimizers, group
-        self.steps = self.steps_here = 0
+        self.steps = self.averaged_steps = self.steps_here = 0
         self._buckets = Buckets(model.tensors())
         self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
+        self._known: list[torch.Tensor] = []  # flat gradients, from `contribution` until they have changed
         self.is_committing = False  # whether the optimizers step with the means
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -173,34 +173,24 @@ class Gradients(ElasticContributor):
         for parameter, part in self._buckets.parts(flats):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
-    def contribution(self, turns_ahead: int = 0) -> Contribution:
-        flats = self._gradients()
-        return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*flats)), flats)
+    def contribution(self) -> Contribution:
+        self._known = self._gradients()
+        return Contribution(self.work or 0.0, bool(all_finite(*self._known)))
 
-    def start(
-        self,
-        tensors: list[torch.Tensor] | None,
-        scale: float,
-        step: int,
-        *,
-        is_last: bool = False,
-    ) -> PendingAverage[Buckets]:
-        flats = tensors or self._gradients()
+    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Buckets]:
+        flats, self._known = self._known or self._gradients(), []
         for flat in flats:
             flat.mul_(scale)
         return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
-    def commit(
-        self, pending: PendingAverage[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
-        if pending is None:
-            # This is fine while this member, or another, joins: it contributes next time.
-            if self.work is not None and not may_be_empty:
-                raise StepError(
-                    "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
-                    "of the gradients, or skip the step on all members"
-                )
-            return
+    def commit_empty(self, *, is_fine: bool) -> None:
+        if self.work is not None and not is_fine:
+            raise StepError(
+                "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
+                "of the gradients, or skip the step on all members"
+            )
+
+    def commit(self, pending: PendingAverage[Buckets], step: int, num_members: int) -> None:
         for parameter, mean in self._parts(pending.changes[self._buckets]):
             parameter.tensor.grad = as_sharded(parameter.tensor, mean)
         # Step in `commit`: a member that joins, or learns late that a step was committed, must take it too.
@@ -210,16 +200,13 @@ class Gradients(ElasticContributor):
                 optimizer.step()
         finally:
             self.is_committing = False
-        self.work = None
-        self.steps = step + 1
+        self.work, self._known = None, []
+        self.steps = self.averaged_steps = step + 1
         self.steps_here += 1
-
-    @property
-    def averaged_steps(self) -> int:
-        return self.steps
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
         return {parameter.name: parameter.value for parameter in self._buckets}
 
     def reset(self, step: int, turns: int) -> None:
-        self.steps, self.work = step, None
+        self.steps = self.averaged_steps = step
+        self.work, self._known = None, []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from thinwire.adapters.common import live_objects, trains
 from thinwire.adapters.ddp import ATTACHED, Switch
 from thinwire.adapters.ddp_model import DetachedAdapter, check_options
 from thinwire.comm import ProcessGroupTransport, Transport
-from thinwire.errors import AttachError, StepError
+from thinwire.errors import AttachError
 from thinwire.torch_private import closure_not_compiled, comm_hooks, not_compiled
 
 logger = logging.getLogger(__name__)
@@ -41,13 +43,13 @@ def after_each_step(
     A step inside another's is a part of it: a scaler steps an optimizer, which steps one that it wraps. Each
     is also stepped alone, as SAM's `second_step` does with the wrapped one.
     """
-    # A step that raises stays the outermost until it is tried again, and that attempt counts.
     outermost: object = None
 
     @closure_not_compiled
     def before(stepping: object, *_: object) -> None:
         nonlocal outermost
-        outermost = outermost or stepping
+        if outermost is None or not _is_running(outermost):  # it may have raised
+            outermost = stepping
 
     @closure_not_compiled
     def after(stepping: object, *_: object) -> None:
@@ -64,15 +66,10 @@ def after_each_step(
             step, attributes = grad_scaler.step, vars(grad_scaler)
 
             def counted(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-                nonlocal outermost
                 if stepped not in optimizers:
                     return step(stepped, *args, **kwargs)
                 before(grad_scaler)
-                try:
-                    result = step(stepped, *args, **kwargs)
-                except BaseException:
-                    outermost = None
-                    raise
+                result = step(stepped, *args, **kwargs)
                 after(grad_scaler)
                 return result
 
@@ -84,12 +81,23 @@ def after_each_step(
         yield
 
 
+def _is_running(stepping: object) -> bool:
+    """Return whether a method of an optimizer or a scaler has not returned."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_locals.get("self") is not stepping:
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextmanager
 def warn_of_uncounted_steps(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], num_counted: Callable[[], int]
+    owned: set[int], optimizers: Sequence[torch.optim.Optimizer], num_counted: Callable[[], int]
 ) -> Iterator[None]:
-    """Warn once, while this is open, if only other optimizers step the model: nothing would be averaged."""
-    known, owned = set(map(id, optimizers)), set(map(id, module.parameters()))
+    """Warn once, while this is open, if only other optimizers step the model: nothing would be averaged.
+
+    `owned` has the ids of the model's parameters.
+    """
+    known = set(map(id, optimizers))
     # How many steps were counted at each other optimizer's last step, by its id; None after the warning.
     counts: dict[int, int] | None = {}
 
@@ -115,49 +123,7 @@ def warn_of_uncounted_steps(
         handle.remove()
 
 
-class LoadedWeights:
-    """Detects weights changed by loading, not by a step."""
-
-    def __init__(self) -> None:
-        self._before: int | None = None  # the checksum before the first load; None if there was none
-        self._checksum: Callable[[], int] = int
-
-    @contextmanager
-    def noted(
-        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], checksum: Callable[[], int]
-    ) -> Iterator[None]:
-        """Notice loads inside this context, and refuse optimizer steps after them."""
-        self._checksum = checksum
-        with ExitStack() as attached:
-            for part in module.modules():  # each may be loaded separately
-                register: Any = part.register_load_state_dict_pre_hook
-                attached.callback(register(_Hook(self._note)).remove)
-            for optimizer in optimizers:
-                attached.callback(optimizer.register_step_pre_hook(_Hook(self.check)).remove)
-            yield
-
-    def _note(self) -> None:
-        if self._before is None:
-            self._before = self._checksum()
-
-    def have_changed(self) -> bool:
-        """Return whether the weights differ from those before loading."""
-        # The user may have loaded other weights for an evaluation, and then the model's own again.
-        if self._before is not None and self._before == self._checksum():
-            self.forget()
-        return self._before is not None
-
-    def check(self) -> None:
-        """Raise if loaded weights have changed the model."""
-        if self.have_changed():
-            raise StepError(LOADED)
-
-    def forget(self) -> None:
-        """Accept the model's current weights."""
-        self._before = None
-
-
-class _Hook:
+class Hook:
     """A hook that ignores its arguments. A copied module is in no context, so its hooks do nothing."""
 
     def __init__(self, note: Callable[[], Any] = bool) -> None:
@@ -168,7 +134,7 @@ class _Hook:
         self._note()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
+        return Hook, ()
 
 
 @contextmanager
@@ -192,7 +158,7 @@ def warn_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
     with ExitStack() as attached:
         for ddp in live_objects(DistributedDataParallel):
             if ddp.module is module:
-                attached.callback(ddp.register_forward_pre_hook(_Hook(partial(look, ddp))).remove)
+                attached.callback(ddp.register_forward_pre_hook(Hook(partial(look, ddp))).remove)
         yield
 
 

@@ -241,9 +241,13 @@ class FSDPAdapter:
             raise StepError("the attached model is a part of a larger sharded model; attach the whole model")
         for name, parameter in sharded.parameters:
             if parameter.requires_grad and id(parameter) not in self._bucket_of:
+                if name in {piece.name for piece in self._pieces}:
+                    was = "replaced (as by load_state_dict(assign=True)) after"
+                else:
+                    was = "frozen or missing when"
                 raise StepError(
-                    f"the model trains {name}, which was frozen or missing when the model was attached; "
-                    "attach after all parameters are loaded and unfrozen"
+                    f"the model trains {name}, which was {was} the model was attached; attach after all "
+                    "parameters are loaded and unfrozen"
                 )
 
     def forget_pass(self) -> None:

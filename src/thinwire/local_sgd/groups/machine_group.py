@@ -170,7 +170,6 @@ def reduced_over_local_processes(status: MemberStatus, group: Group) -> MemberSt
     norms = [status.error_norm for status in everyone]
     return everyone[0]._replace(
         weight=sum(status.weight for status in everyone),
-        weight_behind_doubt=sum(status.weight_behind_doubt for status in everyone),
         error_norm=math.hypot(*norms) if group.has_parts else norms[0],
         is_finite=all(status.is_finite for status in everyone),
         is_leaving=any(status.is_leaving for status in everyone),
