@@ -305,36 +305,6 @@ def test_a_step_of_an_optimizer_inside_another_is_counted_once(member: Member, i
     assert member.agreed()
 
 
-class FailsOnce(SAM):
-    """It fails before the optimizer that it wraps steps."""
-
-    def first_step(self) -> None:
-        if self.steps == 0:
-            self.steps += 1
-            raise KeyError
-        super().first_step()
-
-
-def test_steps_of_an_inner_optimizer_count_after_a_failed_step_of_the_outer_one() -> None:
-    """Nothing says that the outer one's step is over."""
-    model = new_model()
-    sam, scaler = FailsOnce(model.parameters()), torch.amp.GradScaler("cpu", init_scale=1.0)
-    with elastic.DiLoCo(model, sam, group=alone(), grad_scaler=scaler) as local:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(KeyError):
-            sam.step(lambda: None)
-        sam.base_optimizer.step()
-        assert local.steps == 1
-        sam.step(lambda: None)
-        sam.steps = 0
-        scaler.scale(torch.ones(1))
-        with pytest.raises(KeyError):
-            scaler.step(sam, lambda: None)
-        sam.base_optimizer.step()
-        assert local.steps == 3
-
-
 @pytest.mark.parametrize("is_given", [True, False])
 def test_steps_of_an_optimizer_that_was_not_given_are_told(
     is_given: bool, caplog: pytest.LogCaptureFixture

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,13 +41,13 @@ def after_each_step(
     A step inside another's is a part of it: a scaler steps an optimizer, which steps one that it wraps. Each
     is also stepped alone, as SAM's `second_step` does with the wrapped one.
     """
+    # A step that raises stays the outermost until it is tried again, and that attempt counts.
     outermost: object = None
 
     @closure_not_compiled
     def before(stepping: object, *_: object) -> None:
         nonlocal outermost
-        if outermost is None or not _is_running(outermost):  # it may have raised
-            outermost = stepping
+        outermost = outermost or stepping
 
     @closure_not_compiled
     def after(stepping: object, *_: object) -> None:
@@ -66,10 +64,15 @@ def after_each_step(
             step, attributes = grad_scaler.step, vars(grad_scaler)
 
             def counted(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+                nonlocal outermost
                 if stepped not in optimizers:
                     return step(stepped, *args, **kwargs)
                 before(grad_scaler)
-                result = step(stepped, *args, **kwargs)
+                try:
+                    result = step(stepped, *args, **kwargs)
+                except BaseException:
+                    outermost = None
+                    raise
                 after(grad_scaler)
                 return result
 
@@ -79,14 +82,6 @@ def after_each_step(
             attached.callback(attributes.pop, "step")
             attributes["step"] = counted
         yield
-
-
-def _is_running(stepping: object) -> bool:
-    """Return whether a method of an optimizer or a scaler has not returned."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_locals.get("self") is not stepping:
-        frame = frame.f_back
-    return frame is not None
 
 
 @contextmanager
