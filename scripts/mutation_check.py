@@ -56,7 +56,7 @@ STATE = "sync/test_state.py sync/test_local_state.py algorithms/test_conformance
 MACHINES = "sync/test_partition.py sync/test_state.py adapters/test_machines.py"
 LOCAL = "local_sgd/test_averaging.py local_sgd/test_diloco.py local_sgd/test_streaming.py local_sgd"
 FAULTS = [
-    Fault("core: finite only if one bucket is", "for answer in answers]).all()", "for answer in answers]).any()", ENGINE, "/sync/"),
+    Fault("core: finite only if one bucket is", "for answer in answers]).all()\n\n    def commit_early", "for answer in answers]).any()\n\n    def commit_early", ENGINE, "/sync/"),
     Fault("core: an unhealthy step is committed", "committed = bool(is_healthy)", "committed = True", ENGINE),
     Fault("core: a step is not counted", "state.memory.step += 1", "state.memory.step += 0", ENGINE),
     Fault("core: a dropped step is not counted", "state.nonfinite_steps += 1", "state.nonfinite_steps += 0", ENGINE),

@@ -164,7 +164,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "wrapped optimizer": (wrapped_optimizer, "ConfigError: Wrapper wraps an optimizer"),
     "one optimizer twice": (given_twice, "ConfigError: expected one optimizer or several, each once"),
     "other model's": (with_model(new_model()), "ConfigError: the optimizer holds none of the model's"),
-    "more than the model's": (foreign_parameters, "ConfigError: SGD's parameter group 0 holds 1 param"),
+    "more than the model's": (foreign_parameters, "ConfigError: SGD's parameter group 0 has param"),
     "outer is an optimizer": (lambda member: member.local(outer=member.optimizer), OUTER),
     "outer makes nothing": (entered(outer=lambda _: None), "ConfigError: outer must return a torch.optim"),
     "outer of some": (

@@ -395,8 +395,8 @@ class _Guard:
                 if name in self._names:
                     raise StepError(
                         f"{name} was replaced (as by load_state_dict(assign=True)) after DDP was built, so "
-                        "DDP does not average its gradient; load first, then build a new DDP model and "
-                        "attach it"
+                        "DDP does not average its gradient; load or replace first, then build a new DDP "
+                        "model and attach it"
                     )
                 raise unaveraged(name)
         self._learn(model)

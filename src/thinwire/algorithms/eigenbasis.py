@@ -6,7 +6,7 @@ and Muon makes all directions equally large. So each matrix M is encoded as
     X_ij = (Uᵀ M V)_ij / (r_i c_j)
 
 where U and V are the eigenvectors of Ḡ Ḡᵀ and Ḡᵀ Ḡ, of the mean gradients Ḡ, and r_i² and c_j² are the
-variances that later means had in their directions. All elements of X are of about one size.
+variances that the latest means had in their directions. All elements of X are of about one size.
 
 This is transform coding (Goyal, "Theoretical Foundations of Transform Coding", 2001), in bases that all
 members compute from the same means. SOAP (arXiv 2409.11321) runs Adam in such bases.
@@ -31,12 +31,13 @@ REFRESH_STEPS = 10
 DECAY = 0.95  # of covariances and variances, a step
 # Longer sides are cut into pieces, each with a basis of its own: the cost of a basis grows with its cube.
 MAX_PIECE = 512
-# The least variance, relative to a side's largest: a gradient may be zero in some directions, or in all.
+# The least variance, relative to a side's largest, and absolute: a gradient may be zero in some directions,
+# or in all.
 LEAST, TINY = 1e-4, 1e-12
 
 
 def piece_of(side: int) -> int:
-    """Return the length of the equal pieces that a side is cut into.
+    """Return the length of the equal pieces that a side is cut into: 1 if the side is long and prime.
 
     Examples:
         >>> [piece_of(side) for side in (768, 3072, 11008, 1031)]
@@ -113,7 +114,7 @@ class Eigenbasis:
         """Return that of a bucket's parameters of two dimensions whose names match a pattern."""
         shapes = []
         for spec in specs:
-            is_matrix = len(spec.shape) == 2 and fnmatchcase(spec.name, pattern)
+            is_matrix = len(spec.shape) == 2 and spec.numel > 0 and fnmatchcase(spec.name, pattern)
             shapes.append(spec.matrix_shape if is_matrix else None)
         return cls(tuple(spec.name for spec in specs), tuple(shapes))
 
@@ -156,13 +157,15 @@ class Eigenbasis:
 
 
 def _short(M: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with at most as many rows as columns: a block of codes then lies in one row."""
+    """Return a matrix with at most as many rows as columns: most blocks of codes then lie in one row."""
     return M if M.shape[0] <= M.shape[1] else M.T
 
 
 def _unit(mean: torch.Tensor) -> torch.Tensor:
-    """Scale to norm 1: squares of small gradients would underflow, and the loss scale does not matter."""
-    unit: torch.Tensor = mean / mean.norm().clamp_min(torch.finfo(mean.dtype).tiny)
+    """Scale to norm 1, so that the loss scale does not matter; zeros stay zeros."""
+    # First to a largest element of 1: squares of small gradients would underflow.
+    scaled = mean / mean.abs().amax().clamp_min(torch.finfo(mean.dtype).tiny)
+    unit: torch.Tensor = scaled / scaled.norm().clamp_min(1)
     return unit
 
 

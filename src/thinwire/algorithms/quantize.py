@@ -58,13 +58,13 @@ class Quantize(Algorithm):
         eigenbasis: A pattern of names, such as "blocks.*": matrices that Muon trains. They are encoded in the
             eigenbases of Ḡ Ḡᵀ and Ḡᵀ Ḡ, of their mean gradients, and errors are relative to each direction's
             own size. Members compute the bases from the same means, so nothing more is sent; all of them must
-            find the same eigenvectors, so their processors must be of one make.
+            compute the same bits, so their processors must be of one kind.
 
     Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
     keeps an fp32 residual of the size of the gradients (fp64 for fp64) and makes a host synchronisation, for
     the finite check (none without `host_check`). Eigenbases make one too, keep 2 (m² + n²) numbers in fp32
-    for a matrix of m × n, multiply it by squares of its sides six times, and decompose two squares in every
-    tenth step. Sides above 512 are cut into equal pieces, with smaller squares.
+    for a matrix of m × n, multiply it by squares of its sides four times and by itself twice, and decompose
+    two squares in every tenth step. Sides above 512 are cut into equal pieces, with smaller squares.
 
     A scale has fp32's range: fp64 gradients beyond it are not finite. For any dtype, values beyond half of
     that range (1.7e38) may not be finite either, since below 8 bits a level may exceed the number it stands
@@ -179,12 +179,13 @@ class QuantizePlan(BucketPlan):
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Average in few bits, in two rounds; exactly, in one, if a residual is left from another algorithm.
 
-        1. With error feedback: values ← gradient + residual. In the eigenbasis: values ← Uᵀ gradient.
+        1. With error feedback: values ← gradient + residual. With eigenbases: values ← X of each matrix.
         2. Encode all blocks, and send to each member those that it averages (first round).
         3. Decode this member's blocks from all members, average them in full precision, encode the mean.
         4. Gather the coded means of all blocks (second round). All members decode the same bytes.
         5. After the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
-           plus what encoding its mean has lost. In the eigenbasis: gradient ← U decoded mean; U follows.
+           plus what encoding its mean has lost. With eigenbases: gradient ← the decoded mean, turned back;
+           the bases follow it.
         """
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):

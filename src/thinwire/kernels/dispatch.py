@@ -142,11 +142,11 @@ def name_of_eigenvectors(device: torch.device) -> str:
 
 @cache
 def _bits_of_some(device: torch.device, threads: int) -> str:
-    # A processor's make decides how its library multiplies. Where eigenvalues are close, other last bits turn
-    # eigenvectors by any angle: rank 0, on an AMD, would decode directions that rank 1, on an Intel, has not
-    # sent.
-    steps = torch.arange(128.0, device=device)
-    matrix = torch.outer(steps, steps).remainder(251) / 251
+    # The kind of a processor decides how its library multiplies. Where eigenvalues are close, other last bits
+    # turn eigenvectors by any angle: rank 0, on an AMD, would decode directions that rank 1, on an Intel, has
+    # not sent. The name has the number of threads, which decides, too; here it is only the cache's key.
+    rows, columns = (torch.arange(side, device=device, dtype=torch.float32) for side in (512, 2048))
+    matrix = torch.outer(rows, columns).remainder(251) / 251
     eigenvectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors.cpu()
     return f"{crc32(bytes(eigenvectors.flatten().view(torch.uint8).tolist())):08x}"
 

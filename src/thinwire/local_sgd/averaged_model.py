@@ -149,11 +149,13 @@ class AveragedModel:
     def check_unchanged(self) -> None:
         """Raise if the model has other tensors than on entry."""
         # A message is flat: with other tensors, its parts would be assigned to the wrong ones.
-        before, now = self.entered, _identities(self.tensors())
-        replaced = sorted(name for name in before.keys() & now.keys() if before[name][0] != now[name][0])
+        tensors = list(self.tensors())
+        before, now = self.entered, _identities(tensors)
+        parameters = {tensor.name for tensor in tensors if not tensor.is_buffer} & before.keys()
+        replaced = sorted(name for name in parameters if before[name][0] != now[name][0])
         if replaced:
             raise StepError(
-                f"parameters or buffers were replaced inside the context: {replaced[:4]}, as by "
+                f"parameters were replaced inside the context: {replaced[:4]}, as by "
                 "load_state_dict(assign=True), so the old ones would be trained; leave the context first, "
                 "then make a new optimizer and a new context"
             )
@@ -161,7 +163,8 @@ class AveragedModel:
         if changed:
             raise StepError(
                 "the model's trainable parameters or buffers have changed since the context was entered: "
-                f"{changed[:4]}; leave it before you freeze, unfreeze or resize any, and enter a new one"
+                f"{changed[:4]}; leave it before you freeze, unfreeze, convert, replace or resize any, and "
+                "enter a new one"
             )
 
     # Weights that were changed by loading, not by a step.

@@ -210,7 +210,11 @@ class ModelAverager(Averager):
 
         @closure_not_compiled
         def check(*_: object) -> None:
-            check_owned(self._optimizers, owned)
+            try:
+                check_owned(self._optimizers, owned)
+            except ConfigError:
+                self._model.check_unchanged()  # says so if the model has got new layers
+                raise
             self._model.check_loads()
 
         with ExitStack() as attached:

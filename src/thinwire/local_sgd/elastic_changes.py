@@ -70,9 +70,9 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.averaged_steps else None
         return [it for it in self.fragments if it is not last] or self.fragments_of(step, self.turns)
 
-    def commit_empty(self, *, is_fine: bool) -> None:
-        self._averaged_at = monotonic()
-        if self.steps > self.averaged_steps and not is_fine:
+    def commit_empty(self, *, may_be_empty: bool) -> None:
+        self._averaged_at, self._known = monotonic(), {}
+        if self.steps > self.averaged_steps and not may_be_empty:
             raise StepError(
                 "no member counted any work since the last averaging, so nothing was averaged; call "
                 "count_work() before optimizer.step()"

@@ -74,8 +74,8 @@ class ElasticContributor(ABC):
         """Apply the means of a committed averaging."""
 
     @abstractmethod
-    def commit_empty(self, *, is_fine: bool) -> None:
-        """End an averaging to which no member has contributed; raise if that is not fine with this member."""
+    def commit_empty(self, *, may_be_empty: bool) -> None:
+        """End an averaging to which no member has contributed; raise if this member expected an averaging."""
 
     # Members compare these, and a newcomer starts from them.
 

@@ -223,8 +223,8 @@ class ElasticMembership(Membership):
         self.commits += 1
         if pending is None:
             # While a member joins or saves, this is fine: members contribute next time.
-            is_fine = any(status.is_new or status.is_saving for status in statuses)
-            self._contributor.commit_empty(is_fine=is_fine)
+            may_be_empty = any(status.is_new or status.is_saving for status in statuses)
+            self._contributor.commit_empty(may_be_empty=may_be_empty)
         else:
             self._contributor.commit(pending, max(status.step for status in statuses), len(statuses))
             self.stats.averagings += 1
@@ -273,10 +273,12 @@ class ElasticMembership(Membership):
         # Decide in this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start
         # over: rank 0 waits for rank 1's round 1, rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
+        # Chosen before doubts are resolved: what some have committed goes before what most have.
+        kept = kept_lineage(statuses)
         if any(status.doubt for status in statuses):
-            self._resolve_doubt(statuses)
+            self._resolve_doubt(kept)
             statuses = self._gather_statuses()
-        self._check_lineage(statuses)
+        self._check_lineage(statuses, kept)
         self._admission.check_finite(statuses)
         self._admission.check_optimizers(statuses)
         if self._agreed_changes != group.num_changes:
@@ -371,18 +373,17 @@ class ElasticMembership(Membership):
         # Send the state it is about to load: its own model is not shared yet.
         return self.state() if self.group.received is None else self.group.received
 
-    def _resolve_doubt(self, statuses: Sequence[MemberStatus]) -> None:
-        """Commit the averaging in doubt if others have, and else drop it."""
+    def _resolve_doubt(self, kept: int) -> None:
+        """Commit the averaging in doubt if all continue from it, and else drop it."""
         doubt, self._doubt = self._doubt, None
-        if doubt is not None and doubt.lineage == kept_lineage(statuses):
+        if doubt is not None and doubt.lineage == kept:
             self.group.received = None
             self._commit(doubt)
         elif doubt is not None:
             doubt.abandon()
 
-    def _check_lineage(self, statuses: Sequence[MemberStatus]) -> None:
+    def _check_lineage(self, statuses: Sequence[MemberStatus], kept: int) -> None:
         """Make members of another lineage start again."""
-        kept = kept_lineage(statuses)
         if any(status.lineage != kept for status in statuses):
             if statuses[self.group.control.rank].lineage != kept:
                 self._start_over()

@@ -75,8 +75,8 @@ def check_owned(optimizers: Sequence[torch.optim.Optimizer], owned: set[int]) ->
             if not owned.issuperset(map(id, group["params"])):  # in each step, so without a Python loop
                 foreign = len({*map(id, group["params"])} - owned)
                 raise ConfigError(
-                    f"{type(optimizer).__name__}'s parameter group {number} holds {foreign} parameters that "
-                    "are not the model's, so they would never be averaged; put everything that is trained "
+                    f"{type(optimizer).__name__}'s parameter group {number} has parameters that are not the "
+                    f"model's ({foreign}), so they would never be averaged; put everything that is trained "
                     "into one module, and make the optimizer of its parameters"
                 )
 

@@ -183,8 +183,9 @@ class Gradients(ElasticContributor):
             flat.mul_(scale)
         return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
-    def commit_empty(self, *, is_fine: bool) -> None:
-        if self.work is not None and not is_fine:
+    def commit_empty(self, *, may_be_empty: bool) -> None:
+        self._known = []
+        if self.work is not None and not may_be_empty:
             raise StepError(
                 "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
                 "of the gradients, or skip the step on all members"

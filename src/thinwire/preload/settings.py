@@ -28,7 +28,7 @@ class Options:
         algorithm: As written in Python, such as `Quantize(bits=4)`; or `4 bits`, or `auto()`.
         watch: A file for the first process's records; None for none.
         checkpoint: A folder for each process's state, read at the start and written at the end.
-        strict: Whether a model that can't be attached ends the training. A command that attaches none fails.
+        strict: Whether a model that can't be attached ends the training; a command without any fails.
     """
 
     algorithm: str = "Quantize(bits=4)"

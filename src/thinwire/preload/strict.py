@@ -29,13 +29,14 @@ def main() -> None:
         command = subprocess.Popen(sys.argv[1:], env=os.environ | {ATTACHED: attached})
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to the command, too
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: command.send_signal(number))
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup relies on it
+                signal.signal(number, lambda number, _: command.send_signal(number))
         code = command.wait()
         if code == 0 and not os.path.exists(attached):
             code = 1
             print(
                 "thinwire: --strict: the command has ended, but none of its processes on this machine has "
-                "attached a model; if no line above says why, their Python lacks Thinwire",
+                "attached a model: none built a DDP model, rank 0 says why, or their Python lacks Thinwire",
                 file=sys.stderr,
             )
     sys.exit(code if code >= 0 else 128 - code)

@@ -12,7 +12,7 @@ from thinwire.plan import compression_ratio
 class Stats:
     """Statistics of a `GradientSync` so far, on this process. Printing them gives a summary.
 
-    In a resumed run, steps and averagings include those before; messages, bytes and seconds do not.
+    In a resumed run, steps and averagings include earlier ones; messages, bytes and seconds do not.
 
     Attributes:
         steps: Optimizer steps, including those that were not finite.

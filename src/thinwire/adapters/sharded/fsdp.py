@@ -135,7 +135,7 @@ def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
 
 def attached_to(parameter: torch.Tensor) -> bool:
     """Return whether an adapter averages a parameter's gradients."""
-    # The adapter leaves no trace on the module, but its hooks are its method.
+    # The adapter leaves no trace on the module, but each of its hooks calls its method.
     hooks = torch_private.post_accumulate_hooks(parameter)
     return any(getattr(hook, "func", None) is FSDPAdapter.arrived for hook in hooks)
 
