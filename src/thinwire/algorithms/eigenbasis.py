@@ -14,9 +14,10 @@ members compute from the same means. SOAP (arXiv 2409.11321) runs Adam in such b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -46,30 +47,28 @@ def piece_of(side: int) -> int:
     return next(piece for piece in range(min(side, MAX_PIECE), 0, -1) if side % piece == 0)
 
 
-def _check_squares(label: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    _check_length(label, tensor, shapes[label], sum(side * piece_of(side) for side in shapes[label]))
-
-
-def _check_variances(label: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    _check_length(label, tensor, shapes[label], sum(shapes[label]))
-
-
-def _check_length(label: str, tensor: torch.Tensor, shape: tuple[int, ...], length: int) -> None:
-    """Raise if a tensor can't belong to the parameter's matrix."""
-    if len(shape) != 2 or tuple(tensor.shape) != (length,):
+def _check_length(
+    width_of: Callable[[int], int],
+    label: str,
+    tensor: torch.Tensor,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise if a tensor can't belong to the parameter's matrix: `width_of(side)` numbers an element."""
+    shape = shapes[label]
+    if len(shape) != 2 or tuple(tensor.shape) != (sum(side * width_of(side) for side in shape),):
         raise StateError(
             f"the eigenbasis of {label} has shape {tuple(tensor.shape)}, but the parameter has {shape}; load "
             "an earlier state"
         )
 
 
-COVARIANCE = Slot("covariance", is_listed=False, check=_check_squares)
+COVARIANCE = Slot("covariance", is_listed=False, check=partial(_check_length, piece_of))
 """The `Pair` of the decayed means of Ḡ Ḡᵀ and Ḡᵀ Ḡ, flat. Ḡ is scaled to norm 1."""
 
-EIGENVECTORS = Slot("eigenvectors", is_listed=False, check=_check_squares)
+EIGENVECTORS = Slot("eigenvectors", is_listed=False, check=partial(_check_length, piece_of))
 """The `Pair` of U and V, flat: eigenvectors as columns, those of the largest eigenvalues first."""
 
-VARIANCES = Slot("variances", is_listed=False, check=_check_variances)
+VARIANCES = Slot("variances", is_listed=False, check=partial(_check_length, lambda side: 1))
 """All r_i², then all c_j²: decayed means over the steps, each measured before Ḡ changes the bases."""
 
 

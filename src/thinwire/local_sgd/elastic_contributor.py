@@ -25,7 +25,7 @@ from thinwire.tensors.layout import local_tensor
 
 
 class Contribution(NamedTuple):
-    """What the other members must know of one member's contribution to an averaging."""
+    """The facts about a member's contribution to an averaging that the other members need."""
 
     weight: float  # 0 if the member has done nothing
     is_finite: bool
