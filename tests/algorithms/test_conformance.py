@@ -117,9 +117,12 @@ def test_results_plus_final_mean_error_are_the_sum_of_true_means(
     for position, bucket in enumerate(sim.buckets):
         sent = torch.stack([result[position].double() for result in results]).sum(0)
         true = sum_of_means(sim, position, steps)
-        gap = (true - sent - flat_error(state, bucket)).norm() / true.norm()
+        owed = flat_error(state, bucket)
+        lost = true - sent - owed
         # What travels whole has no error memory, so half precision rounds it for good.
-        assert gap < max(entry.tolerance, 2e-3 if half else 0.0)
+        assert lost.norm() < max(entry.tolerance, 2e-3 if half else 0.0) * true.norm()
+        # One worker has no sum that is rounded; what it rounds to send 16 bits, it owes.
+        assert num_workers > 1 or lost[owed != 0].norm() < 1e-15 * true.norm()
 
 
 @over(entry for entry in ENTRIES if warmup_steps(entry.algorithm) < 1_000)
