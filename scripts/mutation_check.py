@@ -49,7 +49,7 @@ class Fault(NamedTuple):
         return found[0] if once else None
 
 
-LOW_RANK = "algorithms/test_conformance.py test_powersgd.py algorithms/lowrank"
+LOW_RANK = "algorithms/test_conformance.py test_powersgd.py"
 CONFORMANCE = "algorithms/test_conformance.py"
 ENGINE = "sync/test_engine.py sync/test_scheduler.py sync/test_nonfinite.py algorithms/test_conformance.py"
 STATE = "sync/test_state.py sync/test_local_state.py algorithms/test_conformance.py sync/test_partition.py"
@@ -75,7 +75,7 @@ FAULTS = [
     Fault("low rank: starts from its own factors", "Factors((p, q), (p, mean))", "Factors((p, q), (p, q))", LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: the wrong turn", "if (turn + iteration) % 2 == 0:", "if (turn + iteration) % 2 == 1:", LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: fp16 not clamped", "return torch.where(factor.isinf(), factor, factor.clamp(-limit, limit))", "return factor", "sync/test_owed.py " + LOW_RANK, first="PowerSGD and true_means"),
-    Fault("low rank: seed without the step", "seed + SEED_STRIDE * step", "seed", LOW_RANK, first="PowerSGD and true_means"),
+    Fault("low rank: seed without the step", "seed + SEED_STRIDE * step", "seed", "sync/test_engine.py " + LOW_RANK, first="seed"),
     Fault("low rank: batched residual not kept", "errors.update(zip(self._names, self._parts, strict=True))", "pass", LOW_RANK, first="PowerSGD and true_means"),
     Fault("low rank: rank before the warm start", "rows = min(len(factor), len(like))", "rows = 1", LOW_RANK + " hooks", first="PowerSGD and true_means"),
     Fault("quantize: another member's share", "CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]", "CODEBOOKS[self.config.bits], blocks.shares[0]", CONFORMANCE, first="Quantize and true_means"),

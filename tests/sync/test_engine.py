@@ -336,25 +336,16 @@ def test_the_relative_error_is_the_residual_over_what_was_to_send(
     assert [sync.stats().relative_error for sync in simulation.syncs] == [s.relative_error for s in found]
 
 
-def test_the_seed_decides_the_first_factors() -> None:
+def test_the_seed_and_without_a_warm_start_the_step_decide_the_first_factors() -> None:
     first, again, other = (
         torch.cat(step(Engine(PowerSGD(matrix_rank=2, seed=seed), noting()))) for seed in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
-    first, second = buckets()
-    engine = Engine(BatchedPowerSGD(), noting())
-    found = []
-    for layout in ([first, second], [(*first, *second)]):
-        flats = random_gradients(layout, num_workers=1, seed=0)[0]
-        assert engine.average(zip(layout, flats, strict=True))
-        found.append(set(dict(engine.state_dict()["factor"])))
-    assert found == [{"head.weight … scale", "conv.weight … empty"}, {"head.weight … empty"}]
-    GradientSync(engine).use(PowerSGD(matrix_rank=2))
-    assert not dict(engine.state_dict().get("factor", {}))
+    # The same ones in every step would never see what lies across them.
+    engine = Engine(PowerSGD(matrix_rank=1, warm_start=False, error_feedback=False), noting())
+    first, other = (torch.cat(step(engine)) for _ in range(2))
+    assert (first - other).norm() > 0.05 * first.norm()
 
 
 def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
