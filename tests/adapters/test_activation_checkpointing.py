@@ -1,4 +1,4 @@
-"""Gradient checkpointing and LoRA: beside the same model without them, or without Thinwire."""
+"""Activation checkpointing: beside the same model without it, or without Thinwire."""
 
 from __future__ import annotations
 
@@ -21,33 +21,17 @@ WIDTH = 48
 LOW_RANK = PowerSGD(matrix_rank=2)
 
 
-class LoRA(nn.Module):
-    """As PEFT wraps a layer: the layer is frozen, and a product of two small matrices is added to it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
-        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.lora_b.weight)  # so at first the gradient of A is zero
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
-        return out
-
-
 class Stack(nn.Module):
     """Layers that are computed again in the backward pass, or not (None)."""
 
-    def __init__(self, *, reentrant: bool | None = None, lora: bool = False) -> None:
+    def __init__(self, *, reentrant: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(3)
-        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-        self.layers = nn.ModuleList(LoRA(layer) for layer in linear) if lora else nn.ModuleList(linear)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()  # as `enable_input_require_grads` does: reentrant ones need it
+        x = x.requires_grad_()  # reentrant ones need it
         for layer in self.layers:
             if self.reentrant is None:
                 x = torch.tanh(layer(x))
@@ -62,7 +46,7 @@ def batch(step: int) -> Tensor:
 
 def trained(model: nn.Module, passes: int = 1) -> list[Tensor]:
     """Train for four steps, of several passes each; return the parameters."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(4):
         optimizer.zero_grad()
         for number in range(passes):
@@ -110,17 +94,3 @@ def test_layers_that_are_computed_again_change_nothing(
 def test_layers_that_are_computed_again_in_a_compiled_model() -> None:
     kind = {"reentrant": False, "compiled": True}
     assert apart(trained_with(Quantize(bits=4), **kind), trained_with(Quantize(bits=4))) < 0.02
-
-
-@pytest.mark.parametrize("reentrant", [None, True])
-@in_each_process(2)
-def test_lora_trains_its_small_matrices_alone(reentrant: bool | None) -> None:
-    kind: dict[str, Any] = {"lora": True, "reentrant": reentrant}
-    start = [p.detach() for p in Stack(lora=True).parameters()]
-    is_trained = [p.requires_grad for p in Stack(lora=True).parameters()]
-    plain = trained_with(None, lora=True)
-    assert apart(trained_with(AllReduce(), **kind), plain) < 1e-6
-    ours = trained_with(LOW_RANK, **kind)
-    assert apart(ours, trained_with(LOW_RANK, lora=True)) == 0
-    assert [not torch.equal(a, b) for a, b in zip(start, ours, strict=True)] == is_trained
-    assert all(parameter.isfinite().all() for parameter in ours)
