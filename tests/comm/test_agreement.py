@@ -37,24 +37,14 @@ def test_a_group_of_one_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (SAME | {"matrix_rank": "4"}, "processes 0, 2 have matrix_rank 2, process 1 has matrix_rank 4"),
         (
             SAME | {"bucket": "bias", "matrix_rank": "3"},
             "processes 0, 2 have matrix_rank 2, process 1 has matrix_rank 3; "
             "processes 0, 2 have bucket weight, bias, process 1 has bucket bias",
         ),
-        # What follows of another algorithm are settings that this one does not have.
-        (
-            {"algorithm": "AllReduce"},
-            "processes 0, 2 have algorithm PowerSGD, process 1 has algorithm AllReduce. Give",
-        ),
-        (
-            {key: value for key, value in SAME.items() if key != "bucket"},
-            "processes 0, 2 have bucket weight, bias, process 1 has no bucket",
-        ),
         (SAME | {"scale": "1 – é – " + 999 * "x"}, "no scale, process 1 has scale 1 – é – xxx"),
     ],
-    ids=["one", "two", "algorithm", "missing", "longer"],
+    ids=["two", "longer"],
 )
 def test_all_are_told_who_differs_in_what(other: Description, words: str) -> None:
     said = said_by([SAME, other, SAME])

@@ -240,27 +240,18 @@ def test_registered_after_the_rebuild_every_layer_gets_its_own_memory() -> None:
         models.append(DistributedDataParallel(layers, bucket_cap_mb=0.01))
     straight, late = models
     straight.register_comm_hook(states[0], hooks.powerSGD_hook)
-    gradients_of(straight, range(4))
+    gc.freeze()  # as fast loops do before their first step: the hook finds its model's names all the same
+    try:
+        gradients_of(straight, range(4))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
     saved = states[0].state_dict()
     assert set(dict(saved["error"])) == {"a.weight", "b.weight", "c.weight"}
     gradients_of(late, range(3))
     states[1].load_state_dict(saved)
     late.register_comm_hook(states[1], hooks.powerSGD_hook)
     assert_same(gradients_of(straight, range(4, 6)), gradients_of(late, range(4, 6)))
-
-
-@in_each_process(2)
-def test_a_model_is_found_that_the_garbage_collector_has_frozen() -> None:
-    """Fast loops call gc.freeze() before their first step; a hook then still learns its model's names."""
-    state = new_state()
-    model = hooked(state, hooks.powerSGD_hook)
-    gc.freeze()
-    try:
-        gradients_of(model, range(1))
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-    assert not [name for name, _ in state.state_dict()["parameters"] if name.startswith("parameter[")]
 
 
 @in_each_process(2)

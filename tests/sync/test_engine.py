@@ -236,44 +236,22 @@ def _of_products() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-LEVELS = [(backend, of) for backend in ("cuda", "mkldnn") for of in ("all", "matmul")]
-
-
-def _own_settings() -> dict[tuple[str, str], str]:
-    """What each level has been set to itself; leaves all of them unset."""
-    own = {}
-    for level in [("generic", "all"), *LEVELS]:  # the getter tells what is in effect: no wider one is left
-        own[level] = torch._C._get_fp32_precision_getter(*level)
-        torch._C._set_fp32_precision_setter(*level, "none")
-    return own
-
-
-@pytest.mark.skipif(not hasattr(torch._C, "_set_fp32_precision_setter"), reason="torch has one level only")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {("generic", "all"): "tf32"},
-        {("generic", "all"): "tf32", ("cuda", "all"): "tf32", ("mkldnn", "matmul"): "ieee"},
-        {("cuda", "all"): "tf32", ("mkldnn", "all"): "bf16"},
-    ],
-    ids=str,
-)
-def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, str], str]) -> None:
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has one level only")
+def test_the_users_precision_is_left_as_it_was() -> None:
     """`torch.backends.fp32_precision = "tf32"` is a wider setting: products follow it, and go on to."""
-
+    products: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
     inside: list[str] = []
-    backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
-    look = lambda: inside.extend(backend.matmul.fp32_precision for backend in backends)  # noqa: E731
-    _own_settings()
-    for level, precision in settings.items():
-        torch._C._set_fp32_precision_setter(*level, precision)
+    transport = noting(lambda: inside.extend(each.fp32_precision for each in products))
+    settings: Any = torch.backends
     try:
-        step(Engine(PowerSGD(matrix_rank=2), noting(look)))
+        settings.fp32_precision = "tf32"
+        step(Engine(PowerSGD(matrix_rank=2), transport))
+        assert [each.fp32_precision for each in products] == ["tf32"] * 2
+        settings.fp32_precision = "ieee"
+        assert [each.fp32_precision for each in products] == ["ieee"] * 2
     finally:
-        left = _own_settings()
-    assert left == {level: settings.get(level, "none") for level in left}
-    assert len(inside) == 6
-    assert set(inside) <= {"ieee", "none"}
+        settings.fp32_precision = "none"
+    assert inside == ["ieee"] * 6
 
 
 def test_of_two_threads_the_last_to_end_restores_the_users_setting() -> None:
