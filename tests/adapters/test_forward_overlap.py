@@ -265,8 +265,12 @@ def test_an_exception_in_the_forward_pass_loses_nothing() -> None:
 
 
 @in_each_process(2)
-def test_a_mean_that_did_not_come_is_never_taken_for_come() -> None:
+def test_a_step_is_abandoned_before_its_means_are_sent_or_when_one_did_not_come() -> None:
     model, optimizer, sync = overlapped()
+    for _ in range(2):
+        torch.autograd.backward(loss_of(model, 0))
+        sync.abandon()
+        optimizer.zero_grad()
     before = flat(model)
     one_step(model, optimizer)
     with (
@@ -278,18 +282,6 @@ def test_a_mean_that_did_not_come_is_never_taken_for_come() -> None:
         model.state_dict()
     sync.abandon()
     assert torch.equal(flat(model), before)
-    one_step(model, optimizer)
-    assert are_alike([flat(model)])
-    assert sync.steps == 1
-
-
-@in_each_process(2)
-def test_a_step_is_abandoned_before_its_means_are_sent() -> None:
-    model, optimizer, sync = overlapped()
-    for _ in range(2):
-        torch.autograd.backward(loss_of(model, 0))
-        sync.abandon()
-        optimizer.zero_grad()
     one_step(model, optimizer)
     assert are_alike([flat(model)])
     assert sync.steps == 1

@@ -29,7 +29,7 @@ from thinwire.comm import ProcessGroupTransport
 from thinwire.plan import ParameterSpec
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.simulation import Simulation
-from training import are_alike, gathered
+from training import Branches, are_alike, gathered
 
 STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
 POWER = ["powerSGD_hook", "batched_powerSGD_hook"]
@@ -274,18 +274,10 @@ def test_inside_a_hook_of_ones_own_names_are_positions() -> None:
     assert_same(gradients_of(resumed, range(3, 5)), gradients_of(straight, range(3, 5)))
 
 
-class Heads(nn.ModuleList):
-    """One head a task."""
-
-    def forward(self, inputs: Tensor, task: int) -> Tensor:
-        outputs: Tensor = self[task](inputs)
-        return outputs
-
-
 @in_each_process(2)
 def test_inside_a_hook_of_ones_own_an_unused_layer_keeps_its_residual() -> None:
     torch.manual_seed(7)
-    heads, state = Heads(nn.Linear(64, 64, bias=False) for _ in range(2)), new_state()
+    heads, state = Branches(nn.Linear(64, 64, bias=False) for _ in range(2)), new_state()
     model = DistributedDataParallel(heads, find_unused_parameters=True)
     model.register_comm_hook(None, _hiding(state))
     residuals = []

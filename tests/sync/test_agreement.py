@@ -18,12 +18,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from catalog import buckets, random_gradients
+from algorithms.test_conformance import assert_same_state
+from catalog import averaged, buckets, random_gradients
 from processes import in_each_process
 from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
-from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, agree, run_members
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
@@ -107,6 +106,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hooked_step(hooks.PowerSGDState(None, host_check=is_odd()), hooks.powerSGD_hook),
         "process 0 has host_check False, process 1 has host_check True",
     ),
+    "a weight on one": (lambda: ddp_step(weight=(lambda: 1.0) if is_odd() else None), "weight"),
+    "a weight that is a number on one": (lambda: ddp_step(weight=1.0 if is_odd() else lambda: 1.0), "weight"),
     "another hook": (
         other_hook_in_a_new_group,
         "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
@@ -140,7 +141,7 @@ def test_a_difference_is_told_on_all_processes(case: str) -> None:
 def saved(steps: int) -> dict[str, Any]:
     simulation = Simulation(POWER, buckets(), num_workers=1)
     for seed in range(steps):
-        simulation.step(random_gradients(buckets(), num_workers=1, seed=seed))
+        averaged(simulation, seed)
     return simulation.state_dicts()[0]
 
 
@@ -224,25 +225,19 @@ def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(al
     assert sync.stats().compression_ratio > 1.9
 
 
-@in_each_process(2)
-def test_memory_is_as_it_was_and_agreeing_processes_go_on() -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
-    aggregator = epfl.PowerSGD(model.parameters(), config)
-    step(model)
-    epfl.optimizer_step(optimizer, aggregator)
-    errors = aggregator.engine.state.memory[ERROR]
-    before = {name: owed.clone() for name, owed in errors.items()}
-    aggregator.sync.use(PowerSGD(matrix_rank=3 + dist.get_rank()))
-    step(model)
+def test_memory_is_as_it_was_and_agreeing_members_go_on() -> None:
+    simulation = Simulation(POWER, buckets(), num_workers=2)
+    averaged(simulation, 0)
+    before = simulation.state_dicts()[0]
+    for rank, sync in enumerate(simulation.syncs):
+        sync.use(PowerSGD(matrix_rank=3 + rank))
     with pytest.raises(AgreementError):
-        epfl.optimizer_step(optimizer, aggregator)
-    assert before.keys() == errors.keys()
-    assert all(owed.any() and torch.equal(owed, errors[name]) for name, owed in before.items())
-    aggregator.sync.use(POWER)
-    epfl.optimizer_step(optimizer, aggregator)
-    assert aggregator.stats().steps == len(before) == 2
+        averaged(simulation, 1)
+    for sync in simulation.syncs:
+        sync.use(POWER)
+    assert_same_state(simulation.state_dicts()[0], before)
+    averaged(simulation, 1)
+    assert simulation.syncs[0].stats().steps == 2
 
 
 @in_each_process(2)
