@@ -67,7 +67,7 @@ FAULTS = [
     Fault("scheduler: requests not sorted by kind", "for kind in sorted(kinds):", "for kind in kinds:", "sync/test_scheduler.py sync"),
     Fault("scheduler: a swallowed failure", "                for work in round_.works:\n                    work.wait()\n        for", "                for work in round_.works:\n                    with suppress(CommunicationError):\n                        work.wait()\n        for", "sync/test_engine.py test_lost_peers.py sync"),
     Fault("scheduler: a message behind the commit", "if self.is_committed and not isinstance", "if False and not isinstance", "sync/test_scheduler.py sync algorithms"),
-    Fault("error feedback: remainder lost", "sent.remainders[name] = remainder if scale is None", "sent.remainders[name] = 0 * remainder if scale is None", "sync/test_owed.py sync/test_overflow.py algorithms/test_conformance.py"),
+    Fault("error feedback: remainder lost", "sent.remainders[name] = remainder if scale is None", "sent.remainders[name] = 0 * remainder if scale is None", "sync/test_owed.py sync/test_nonfinite.py algorithms/test_conformance.py"),
     Fault("error feedback: residual not dropped", "    for name in names:\n        errors.pop(name, None)\n    if sent.remainders", "    if sent.remainders", "algorithms/test_conformance.py sync/test_owed.py sync"),
     Fault("error feedback: residual unscaled", "fitting = residual = error if scale is None else error * scale", "fitting = residual = error", "algorithms/test_conformance.py sync/test_owed.py hooks"),
     Fault("exact: residual not added", "sent.parts.append(gradient + fitting)", "sent.parts.append(gradient)", "algorithms/test_conformance.py sync/test_owed.py sync"),

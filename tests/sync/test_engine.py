@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import combinations
-from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -254,30 +252,21 @@ def test_the_users_precision_is_left_as_it_was() -> None:
     assert inside == ["ieee"] * 6
 
 
-def test_of_two_threads_the_last_to_end_restores_the_users_setting() -> None:
+def test_of_two_backward_passes_the_last_to_end_restores_the_users_setting() -> None:
     """A module over two devices has a backward thread for each, and the setting is the whole process's."""
-    entered, may_leave = Barrier(2), Event()
-    inside: list[str] = []
-
-    def one(rank: int) -> None:
-        with full_precision(torch.device("cpu")):
-            entered.wait(60)
-            if rank == 1:
-                may_leave.wait(60)
-                inside.append(_of_products())
-
+    first, second = (full_precision(torch.device("cpu")) for _ in range(2))
     torch.set_float32_matmul_precision("high")
     try:
-        with ThreadPoolExecutor(2) as threads:
-            first, second = (threads.submit(one, rank) for rank in range(2))
-            first.result(60)
-            may_leave.set()
-            second.result(60)
+        with torch.enable_grad():
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            assert _of_products() == "ieee"
+            second.__exit__(None, None, None)
         assert torch.get_float32_matmul_precision() == "high"
         assert _of_products() == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert inside == ["ieee"]
 
 
 @pytest.mark.parametrize(
