@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from catalog import random_gradients, spec
+from catalog import Sums, averaged, random_gradients, spec
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.simulation import Simulation
 
 POWER = PowerSGD(matrix_rank=1)
@@ -123,6 +124,21 @@ def test_factors_beyond_fp16_are_cut_off_and_stay_owed(alternating: bool) -> Non
     assert (total + owed(simulation) - true).norm() / true.norm() < 2e-3
     gradients[0][0][3] = torch.inf
     assert not simulation.step(gradients)
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_rounding_of_the_sum_is_all_that_is_lost(wire_dtype: torch.dtype, alternating: bool) -> None:
+    """A mean of N parts is rounded N times; what a worker rounds of its own part it goes on owing."""
+    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype, alternating=alternating)  # type: ignore[arg-type]
+    simulation, sums, num_workers = Simulation(algorithm, [layout()[0][:1]], num_workers=3), Sums(), 3
+    most_lost = 0.0
+    for step in range(25):
+        averaged(simulation, step, sums)
+        sent = [float(engine.state.memory[SENT]["weight"].norm()) for engine in simulation.engines]
+        most_lost += num_workers * torch.finfo(wire_dtype).eps / 2 * sum(sent) / num_workers
+    assert sums.lost(simulation).norm() * sums.true_means.norm() < most_lost
+    assert simulation.syncs[0].stats().compression_ratio > 10
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from algorithms.test_conformance import assert_same_state, over, warmup_steps
 from catalog import ENTRIES, Entry, Sums, averaged, buckets, random_gradients, resumed, spec, whole_residual
-from thinwire import PowerSGD, Quantize, TopK
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.comm import InProcessTransport
 from thinwire.errors import CommunicationError, StepError
@@ -153,6 +153,18 @@ def test_a_plan_that_one_process_asks_for_changes_nothing(algorithm: Algorithm) 
         assert asked.syncs[1].plan.compression_ratio > 1
         assert "process" in str(asked.syncs[1])
         assert all(map(torch.equal, averaged(asked, step), averaged(expected, step)))
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), Cast("bf16")], ids=str)
+def test_one_overflow_reaches_all_processes(algorithm: Algorithm) -> None:
+    sim = machines(algorithm, LAYERS)
+    gradients = random_gradients(LAYERS, num_workers=4, seed=0)
+    gradients[1][2][7] = torch.nan
+    # Without memory there is nothing to take back, so nobody is asked, as with a process for each machine.
+    assert sim.step(gradients)
+    for worker in gradients:
+        assert worker[2].isnan().any()
+        torch.testing.assert_close(worker, gradients[0], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("host_check", [True, False])
