@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from processes import Spawn, in_each_process
@@ -115,6 +116,44 @@ def test_every_type_of_gradient() -> None:
         assert {p.dtype for p in parameters.values()} == {dtype}
         kept = torch.float64 if dtype == torch.float64 else torch.float32
         assert {error.dtype for error in dict(sync.state_dict()["error"]).values()} == {kept}
+
+
+class Recomputed(nn.Module):
+    """The small model, whose layers are computed again in the backward pass (activation checkpointing)."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = cast(nn.Sequential, new_model()), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # reentrant ones need it
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+# DDP itself fails in a static graph whose first step has several passes.
+@pytest.mark.parametrize(
+    ("reentrant", "static_graph", "passes"), [(False, False, 2), (True, False, 2), (True, True, 1)]
+)
+@in_each_process(2)
+def test_layers_that_are_computed_again_change_nothing(
+    reentrant: bool, static_graph: bool, passes: int
+) -> None:
+    found = []
+    for module in (new_model(), Recomputed(reentrant=reentrant)):
+        model = ddp_of(module, static_graph=static_graph)
+        sync = thinwire.attach(model, POWER)
+        for step in range(4):
+            model.zero_grad()
+            for number in range(passes):
+                model.require_backward_grad_sync = number == passes - 1  # as no_sync() does
+                torch.autograd.backward(model(batch_of(step + 10 * number)).square().mean())
+        found.append([cast(Tensor, p.grad) for p in model.parameters()])
+        assert sync.stats().steps == 4
+        assert sync.stats().compression_ratio > 1.5
+        assert are_alike(found[-1])
+    assert all(map(torch.equal, *found))
 
 
 @in_each_process(2)
