@@ -89,6 +89,7 @@ def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Paramete
 
 def buckets(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
     """A model in two buckets: matrices, two of one shape, a convolution, vectors, a scalar, nothing."""
+    conv = torch.empty(40, 6, 3, 3, dtype=dtype)
     return [
         (
             spec("head.weight", 64, 32, dtype=dtype),
@@ -97,7 +98,7 @@ def buckets(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...
             spec("scale", dtype=dtype),
         ),
         (
-            spec("conv.weight", 40, 6, 3, 3, dtype=dtype),
+            ParameterSpec.of("conv.weight", conv.to(memory_format=torch.channels_last)),
             spec("tiny.weight", 2, 3, dtype=dtype),
             spec("empty", 0, 5, dtype=dtype),
         ),

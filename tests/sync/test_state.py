@@ -21,7 +21,6 @@ from thinwire.comm.in_process import run_members
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError, StateError
-from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, algorithm_state
 
@@ -78,18 +77,6 @@ def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: d
     GradientSync(engine).load_state_dict(state)
     assert_same_state(engine.state_dict(), state)
     assert engine.state_dict()["parameters"] == state["parameters"]
-
-
-def test_a_channels_last_parameter_resumes_from_its_logical_shape() -> None:
-    """The properties of `algorithms/test_properties.py` say that what is saved is in the logical order."""
-    weight = torch.empty(8, 6, 3, 3).to(memory_format=torch.channels_last)
-    layout = [(ParameterSpec.of("conv", weight),)]
-    straight, other = (Simulation(PowerSGD(matrix_rank=1), layout, num_workers=1) for _ in range(2))
-    averaged(straight, 0)
-    saved = straight.state_dicts()[0]
-    resumed(other, saved)
-    assert dict(saved["error"])["conv"].shape == (8, 6, 3, 3)
-    assert all(map(torch.equal, averaged(straight, 1), averaged(other, 1)))
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
