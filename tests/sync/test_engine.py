@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -311,6 +312,21 @@ def test_the_seed_and_without_a_warm_start_the_step_decide_the_first_factors() -
     engine = Engine(PowerSGD(matrix_rank=1, warm_start=False, error_feedback=False), noting())
     first, other = (torch.cat(step(engine)) for _ in range(2))
     assert (first - other).norm() > 0.05 * first.norm()
+
+
+def test_a_higher_matrix_rank_begins_with_the_factors_that_are_there() -> None:
+    """Of a gradient with two large directions, which the first steps find, none is lost."""
+    gradient = torch.diag(torch.tensor([5.0, 5.0, *[1.0] * 30])).flatten()
+    found, gaps = PowerSGD(matrix_rank=2, error_feedback=False), list[float]()
+    simulation = Simulation(found, [(spec("weight", 32, 32),)], num_workers=1)
+    for step in range(9):
+        if step == 8:
+            simulation.syncs[0].use(replace(found, matrix_rank=3))
+        mean = gradient.clone()
+        assert simulation.step([[mean]])
+        gaps.append(float((mean - gradient).norm()))
+    assert gaps[-1] < gaps[-2] < gaps[0]
+    assert simulation.syncs[0].stats().compression_ratio > 5
 
 
 def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
