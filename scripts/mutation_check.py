@@ -90,7 +90,7 @@ FAULTS = [
     Fault("state: pending means not divided", "slot: {name: tensor / self.inter_node.size for", "slot: {name: tensor / 1 for", STATE + " sync adapters/test_machines.py"),
     Fault("state: skipped steps forgotten", "= loaded.skipped_steps, [], 0", "= 0, [], 0", STATE),
     Fault("state: of a different model", "check_model(state.unchecked, state.specs, by_position=True)", "pass", STATE + " sync"),
-    Fault("machines: a taken residual is not multiplied", "error * self.partition.intra_node.size", "error", MACHINES),
+    Fault("machines: a taken residual is not multiplied", "error * self.partition.intra_node.size", "error", "test_powersgd.py " + MACHINES, first="fed_back"),
     Fault("machines: another rank's part", "by_rank.split_with_sizes(self.lengths)[self.local_rank]", "by_rank.split_with_sizes(self.lengths)[0]", MACHINES),
     Fault("machines: moved memory is lost", "whole[self.held(name)] = tensors.pop(name)", "tensors.pop(name)", MACHINES + " sync adapters"),
     Fault("weights: not divided by the total", "number > 0, (number or 1.0) * self._size / total", "number > 0, (number or 1.0) * self._size + 0 * total", "adapters/test_weights.py"),
