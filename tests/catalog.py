@@ -214,7 +214,8 @@ class Sums:
     def lost(self, simulation: Simulation) -> torch.Tensor:
         """What is neither in the results nor in the residual, relative to the true means."""
         owed = whole_residual(simulation.state_dicts()[0], simulation.buckets)
-        return (self.true_means - self.results - owed) / self.true_means.norm()
+        lost: torch.Tensor = (self.true_means - self.results - owed) / self.true_means.norm()
+        return lost
 
 
 def averaged(simulation: Simulation, seed: int, sums: Sums | None = None) -> list[torch.Tensor]:

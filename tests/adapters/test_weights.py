@@ -23,7 +23,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, StepError
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync import engine_of
-from training import are_alike, error_of, new_model
+from training import are_alike, error_of, gathered, new_model
 
 PAIRS = [[0, 1], [2, 3]]
 
@@ -181,8 +181,7 @@ def test_a_number_is_sent_once() -> None:
         plain.gradient()
     assert run.sync.stats().message_bytes - plain.sync.stats().message_bytes == 8
     torch.autograd.backward(loss_of(mine, samples(1, dist.get_rank())))
-    both = [torch.empty_like(gradient_of(mine)) for _ in range(2)]
-    dist.all_gather(both, gradient_of(mine))
+    both = gathered(gradient_of(mine))
     torch.testing.assert_close(gradient_of(run.model), 0.75 * both[0] + 0.25 * both[1])
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import thinwire
+from adapters.test_sharded import attached, backward, runs_on_cpus, whole, wide
 from algorithms.test_conformance import assert_same_state
 from catalog import ENTRIES, Entry, averaged, buckets, random_gradients, resumed
-from thinwire import PowerSGD, Quantize, StepError
+from processes import in_each_process
+from thinwire import GradientSync, PowerSGD, Quantize, StepError, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
-from training import refused
+from training import are_alike, ddp_of, gradient_of, refused
 
 WAYS: list[dict[str, Any]] = [{}, {"host_check": False}, {"num_workers": 4, "workers_per_machine": 2}]
 
@@ -93,3 +97,43 @@ def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_
             made(simulation, 3)
         keep_outer()
     assert sync.steps == 2
+
+
+# Loops that drop averaged gradients, with DDP and FSDP2.
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def check_no_trace(start: Callable[[], tuple[Any, GradientSync]], make_pass: Callable[..., object]) -> None:
+    """Compare a model that also makes dry passes, as of a GAN's generator, with one that makes none."""
+    (model, sync), (straight, other) = start(), start()
+    for step in range(4):
+        with sync.dry():
+            make_pass(model, 100 + step)
+        assert are_alike(gradients_of(model))
+        means = []
+        for trained in (model, straight):
+            trained.zero_grad()
+            make_pass(trained, step)
+            means.append(gradients_of(trained))
+            trained.zero_grad()
+        assert all(map(torch.equal, *means))
+    assert sync.steps == other.steps == 4
+    assert sync.stats().compression_ratio > 1.5
+
+
+@in_each_process(2)
+def test_a_ddp_model() -> None:
+    def start() -> tuple[Any, GradientSync]:
+        model = ddp_of()
+        return model, thinwire.attach(model, TopK(density=1 / 20, chunk=100))
+
+    check_no_trace(start, gradient_of)
+
+
+@runs_on_cpus
+@in_each_process(4)
+def test_a_sharded_model() -> None:
+    check_no_trace(lambda: attached(PowerSGD(matrix_rank=2), wide()), backward)

@@ -236,10 +236,10 @@ def _of_products() -> str:
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has one level only")
 def test_the_users_precision_is_left_as_it_was() -> None:
     """`torch.backends.fp32_precision = "tf32"` is a wider setting: products follow it, and go on to."""
-    products: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    settings: Any = torch.backends
+    products = [settings.cuda.matmul, settings.mkldnn.matmul]
     inside: list[str] = []
     transport = noting(lambda: inside.extend(each.fp32_precision for each in products))
-    settings: Any = torch.backends
     try:
         settings.fp32_precision = "tf32"
         step(Engine(PowerSGD(matrix_rank=2), transport))

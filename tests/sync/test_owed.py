@@ -130,7 +130,7 @@ def test_factors_beyond_fp16_are_cut_off_and_stay_owed(alternating: bool) -> Non
 @pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_rounding_of_the_sum_is_all_that_is_lost(wire_dtype: torch.dtype, alternating: bool) -> None:
     """A mean of N parts is rounded N times; what a worker rounds of its own part it goes on owing."""
-    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype, alternating=alternating)  # type: ignore[arg-type]
+    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype, alternating=alternating)
     simulation, sums, num_workers = Simulation(algorithm, [layout()[0][:1]], num_workers=3), Sums(), 3
     most_lost = 0.0
     for step in range(25):
