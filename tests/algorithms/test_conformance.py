@@ -204,6 +204,8 @@ def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
             assert_same_results(after, run(healthy, range(step, step + 1)))
     if entry.feedback:
         assert [sync.stats().nonfinite_steps for sync in poisoned.syncs] == [len(NON_FINITE)] * 2
+        again = resumed(simulation(entry, 2), poisoned.state_dicts()[0])
+        assert again.syncs[1].steps == poisoned.syncs[1].steps == first.stop + 2 * len(NON_FINITE)
 
 
 @every_with_feedback
