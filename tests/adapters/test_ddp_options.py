@@ -23,7 +23,7 @@ from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.adapters import ddp, ddp_model
 from thinwire.sync import engine_of
-from training import are_alike, batch_of, raised_by, refused
+from training import are_alike, batch_of, ddp_of, raised_by, refused
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
@@ -76,11 +76,6 @@ def train(model: nn.Module, steps: range, finalize: Callable[[], object] = lambd
         finalize()
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
-
-
-def small(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return a DDP model of small buckets."""
-    return DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
 
 
 def registered(model: DistributedDataParallel, way: str) -> GradientSync | hooks.PowerSGDState:
@@ -138,7 +133,7 @@ def test_an_option_that_torch_2_6_has_not_changes_no_result(option: str) -> None
     for options in ({}, {option: True}):
         torch.manual_seed(0)
         by_hand = options.pop("finalize_backward", False)
-        model: Any = small(two_types(), **options)
+        model: Any = ddp_of(two_types(), **options)
         model.require_manual_backward_finalization = by_hand
         sync = thinwire.attach(model, POWER)
         finalize = model.finalize_backward if by_hand else lambda: None
@@ -154,7 +149,7 @@ def test_a_layer_is_frozen_after_the_model_was_wrapped(option: str) -> None:
     for layer in range(3):
         torch.manual_seed(0)
         layers = OfTypes(nn.Linear(24, 24), nn.Linear(24, 24).double(), nn.Linear(24, 24).half())
-        model = small(layers, **{option: True})
+        model = ddp_of(layers, **{option: True})
         layers[layer].requires_grad_(False)
         sync = thinwire.attach(model, POWER)
         for step in range(3):
@@ -200,7 +195,8 @@ def test_a_model_that_skips_buckets_is_refused(way: str) -> None:
 @in_each_process(2)
 def test_a_step_that_ddp_ends_too_early_raises() -> None:
     """An option that nobody knows yet may leave a bucket out; DDP would wait for ever."""
-    model = small(OneOfTwo(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = ddp_of(OneOfTwo(), bucket_cap_mb=0.001, **options)
     model.skip_all_reduce_unused_params = False  # DDP itself has noted it already
     sync = thinwire.attach(model, POWER)
     early = pytest.raises(thinwire.StepError, match="DDP ended a step after")
@@ -213,7 +209,7 @@ def test_a_step_that_ddp_ends_too_early_raises() -> None:
 def test_two_backward_passes_of_one_step() -> None:
     """After the first DDP still waits for gradients, and so do we."""
     torch.manual_seed(0)
-    plain, ours = (small(TwoOutputs()) for _ in range(2))
+    plain, ours = (ddp_of(TwoOutputs(), bucket_cap_mb=0.001) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
     sync = thinwire.attach(ours, POWER)
     totals = []
