@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
@@ -19,6 +20,7 @@ from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import Rows
 from thinwire.plan import ParameterSpec, Plan
+from thinwire.simulation import Simulation
 from thinwire.tensors.blocks import Blocks
 from toy import AroundTrend
 
@@ -87,6 +89,7 @@ def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Paramete
 
 def buckets(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
     """A model in two buckets: matrices, two of one shape, a convolution, vectors, a scalar, nothing."""
+    conv = torch.empty(40, 6, 3, 3, dtype=dtype)
     return [
         (
             spec("head.weight", 64, 32, dtype=dtype),
@@ -95,7 +98,7 @@ def buckets(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...
             spec("scale", dtype=dtype),
         ),
         (
-            spec("conv.weight", 40, 6, 3, 3, dtype=dtype),
+            ParameterSpec.of("conv.weight", conv.to(memory_format=torch.channels_last)),
             spec("tiny.weight", 2, 3, dtype=dtype),
             spec("empty", 0, 5, dtype=dtype),
         ),
@@ -195,3 +198,41 @@ def flat_error(state: dict[str, Any], bucket: tuple[ParameterSpec, ...]) -> torc
         strided.copy_(dict(state["error"]).get(parameter.name, torch.zeros(parameter.shape)))
         parts.append(strided.as_strided((parameter.numel,), (1,)))
     return torch.cat(parts)
+
+
+def whole_residual(state: dict[str, Any], layout: Sequence[tuple[ParameterSpec, ...]]) -> torch.Tensor:
+    """The error memory of a saved state, bucket after bucket."""
+    return torch.cat([flat_error(state, bucket) for bucket in layout])
+
+
+class Sums:
+    """Of a run: its results and its true means. The mean residual is all that the results lack."""
+
+    def __init__(self) -> None:
+        self.results = self.true_means = torch.zeros((), dtype=torch.float64)
+
+    def lost(self, simulation: Simulation) -> torch.Tensor:
+        """What is neither in the results nor in the residual, relative to the true means."""
+        owed = whole_residual(simulation.state_dicts()[0], simulation.buckets)
+        lost: torch.Tensor = (self.true_means - self.results - owed) / self.true_means.norm()
+        return lost
+
+
+def averaged(simulation: Simulation, seed: int, sums: Sums | None = None) -> list[torch.Tensor]:
+    """Make a step of random gradients; return the results, by bucket, which are the same on all workers."""
+    gradients = random_gradients(simulation.buckets, num_workers=len(simulation.syncs), seed=seed)
+    if sums is not None:
+        sums.true_means = sums.true_means + torch.cat(true_means(gradients))
+    assert simulation.step(gradients)
+    for others in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], others))
+    if sums is not None:
+        sums.results = sums.results + torch.cat(gradients[0]).double()
+    return gradients[0]
+
+
+def resumed(simulation: Simulation, state: dict[str, Any]) -> Simulation:
+    """Load a copy of a state on all workers."""
+    for sync in simulation.syncs:
+        sync.load_state_dict(copy.deepcopy(state))
+    return simulation

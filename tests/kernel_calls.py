@@ -36,6 +36,10 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return kernels.orthonormal_rows([Rows(batch) for batch in batches])
 
 
+def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def iteration(
     basis: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, *, basis_is_left: bool = True
 ) -> Factors:

@@ -22,6 +22,14 @@ def new_model(seed: int = 7, dtype: torch.dtype = torch.float32) -> nn.Module:
     )
 
 
+class Branches(nn.ModuleList):
+    """Layers, of which each pass uses one."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        out: Tensor = self[number](x)
+        return out
+
+
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 

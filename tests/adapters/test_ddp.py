@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any, cast
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from processes import Spawn, in_each_process
 from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.errors import GradientError
-from thinwire.sync.step import Step
+from thinwire.testing import InjectedError, fail_at, faults
 from training import are_alike, batch_of, ddp_of, gradient_of, new_model, residual_of
 
 POWER = PowerSGD(matrix_rank=2)
@@ -116,6 +116,44 @@ def test_every_type_of_gradient() -> None:
         assert {p.dtype for p in parameters.values()} == {dtype}
         kept = torch.float64 if dtype == torch.float64 else torch.float32
         assert {error.dtype for error in dict(sync.state_dict()["error"]).values()} == {kept}
+
+
+class Recomputed(nn.Module):
+    """The small model, whose layers are computed again in the backward pass (activation checkpointing)."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = cast(nn.Sequential, new_model()), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # reentrant ones need it
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+# DDP itself fails in a static graph whose first step has several passes.
+@pytest.mark.parametrize(
+    ("reentrant", "static_graph", "passes"), [(False, False, 2), (True, False, 2), (True, True, 1)]
+)
+@in_each_process(2)
+def test_layers_that_are_computed_again_change_nothing(
+    reentrant: bool, static_graph: bool, passes: int
+) -> None:
+    found = []
+    for module in (new_model(), Recomputed(reentrant=reentrant)):
+        model = ddp_of(module, static_graph=static_graph)
+        sync = thinwire.attach(model, POWER)
+        for step in range(4):
+            model.zero_grad()
+            for number in range(passes):
+                model.require_backward_grad_sync = number == passes - 1  # as no_sync() does
+                torch.autograd.backward(model(batch_of(step + 10 * number)).square().mean())
+        found.append([cast(Tensor, p.grad) for p in model.parameters()])
+        assert sync.stats().steps == 4
+        assert sync.stats().compression_ratio > 1.5
+        assert are_alike(found[-1])
+    assert all(map(torch.equal, *found))
 
 
 @in_each_process(2)
@@ -291,15 +329,8 @@ def test_an_exception_in_the_backward_pass_leaves_the_state_savable() -> None:
     for step in range(2):
         gradient_of(ddp_model, step)
     before = dict(sync.state_dict()["error"])
-    calls, start = [], Step.start
-
-    def failing(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise MemoryError("out of memory at the second bucket")
-        start(*arguments)
-
-    with patch.object(Step, "start", failing), pytest.raises(MemoryError):
+    own_fault = fail_at(dist.get_rank(), 2, "raise", after_messages=1)
+    with faults(sync, [own_fault]), pytest.raises(InjectedError):
         gradient_of(ddp_model, 2)
     after = dict(sync.state_dict()["error"])
     assert sync.steps == 2

@@ -23,7 +23,7 @@ from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.adapters import ddp, ddp_model
 from thinwire.sync import engine_of
-from training import are_alike, batch_of, raised_by, refused
+from training import are_alike, batch_of, ddp_of, raised_by, refused
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
@@ -76,11 +76,6 @@ def train(model: nn.Module, steps: range, finalize: Callable[[], object] = lambd
         finalize()
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
-
-
-def small(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return a DDP model of small buckets."""
-    return DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
 
 
 def registered(model: DistributedDataParallel, way: str) -> GradientSync | hooks.PowerSGDState:
@@ -138,7 +133,7 @@ def test_an_option_that_torch_2_6_has_not_changes_no_result(option: str) -> None
     for options in ({}, {option: True}):
         torch.manual_seed(0)
         by_hand = options.pop("finalize_backward", False)
-        model: Any = small(two_types(), **options)
+        model: Any = ddp_of(two_types(), **options)
         model.require_manual_backward_finalization = by_hand
         sync = thinwire.attach(model, POWER)
         finalize = model.finalize_backward if by_hand else lambda: None
@@ -154,7 +149,7 @@ def test_a_layer_is_frozen_after_the_model_was_wrapped(option: str) -> None:
     for layer in range(3):
         torch.manual_seed(0)
         layers = OfTypes(nn.Linear(24, 24), nn.Linear(24, 24).double(), nn.Linear(24, 24).half())
-        model = small(layers, **{option: True})
+        model = ddp_of(layers, **{option: True})
         layers[layer].requires_grad_(False)
         sync = thinwire.attach(model, POWER)
         for step in range(3):
@@ -200,7 +195,8 @@ def test_a_model_that_skips_buckets_is_refused(way: str) -> None:
 @in_each_process(2)
 def test_a_step_that_ddp_ends_too_early_raises() -> None:
     """An option that nobody knows yet may leave a bucket out; DDP would wait for ever."""
-    model = small(OneOfTwo(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = ddp_of(OneOfTwo(), bucket_cap_mb=0.001, **options)
     model.skip_all_reduce_unused_params = False  # DDP itself has noted it already
     sync = thinwire.attach(model, POWER)
     early = pytest.raises(thinwire.StepError, match="DDP ended a step after")
@@ -213,7 +209,7 @@ def test_a_step_that_ddp_ends_too_early_raises() -> None:
 def test_two_backward_passes_of_one_step() -> None:
     """After the first DDP still waits for gradients, and so do we."""
     torch.manual_seed(0)
-    plain, ours = (small(TwoOutputs()) for _ in range(2))
+    plain, ours = (ddp_of(TwoOutputs(), bucket_cap_mb=0.001) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
     sync = thinwire.attach(ours, POWER)
     totals = []
@@ -319,6 +315,7 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
     tables = [DistributedDataParallel(module) for module in (nn.Embedding(8, 4, sparse=True), Tabled())]
     frozen = DistributedDataParallel(nn.Linear(8, 8))
     frozen.requires_grad_(False)
+    converted = DistributedDataParallel(nn.Linear(8, 8)).to(torch.bfloat16)
     hooked, attached = (DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2))
     hooked.register_comm_hook(None, hooks.allreduce_hook)
     attach: Any = thinwire.attach
@@ -330,6 +327,7 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
         "got Linear; wrap it first": lambda: thinwire.attach(nn.Linear(8, 8), POWER),
         "got PowerSGD for the model and DistributedDataParallel for": lambda: attach(POWER, attached),
         "no parameter of the model is trained": lambda: attach(frozen, POWER),
+        "the model was converted after DDP was built": lambda: attach(converted, POWER),
         "allows only one": lambda: attach(hooked, POWER),
         "sync.detach()": lambda: attach(attached, POWER),
         "DistributedDataParallel(model.module)": lambda: thinwire.attach(
@@ -447,13 +445,6 @@ def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: str
         with refused(thinwire.StepError, words):
             model(inputs)
         assert sync.stats().steps == steps
-
-
-@in_each_process(2)
-def test_a_model_that_was_converted_before_it_was_attached_is_refused() -> None:
-    model = DistributedDataParallel(nn.Linear(24, 48)).to(torch.bfloat16)
-    with refused(thinwire.AttachError, "the model was converted after DDP was built"):
-        thinwire.attach(model, POWER)
 
 
 @in_each_process(2)

@@ -112,22 +112,21 @@ def test_four_processes_end_with_the_same_model() -> None:
         assert are_alike(after)
 
 
+def average_of_50(model: DistributedDataParallel) -> float:
+    """The averaged gradient of a pass in which this process's own is 50."""
+    model.zero_grad()
+    model(torch.full((1, 5), 50.0)).sum().backward()
+    return float(model.module.weight.grad.mean())
+
+
 @pytest.mark.parametrize("by_contributors", [True, False], ids=["by contributors", "by initial size"])
 @in_each_process(2)
 def test_without_a_hook_ddp_divides_as_asked(by_contributors: bool) -> None:
     """One batch on one process, three on the other; torch's own join goes on to divide by one."""
     model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
-    averages = []
-
-    def step() -> None:
-        model.zero_grad()
-        model(torch.full((1, 5), 50.0)).sum().backward()
-        averages.append(model.module.weight.grad.mean().item())
-
     with thinwire.join(model, divide_by_initial_world_size=not by_contributors):
-        for _ in range(3 if dist.get_rank() else 1):
-            step()
-    step()
+        averages = [average_of_50(model) for _ in range(3 if dist.get_rank() else 1)]
+    averages.append(average_of_50(model))
     alone = 50.0 if by_contributors else 25.0
     assert averages == [50.0] + [alone] * (2 if dist.get_rank() else 0) + [50.0]
 
@@ -147,10 +146,8 @@ def test_another_hook_that_cannot_divide_as_asked_is_refused(name: str) -> None:
         raise AssertionError("the loop must not be entered")
     assert "register one of thinwire.hooks" in str(raised.value)
     with thinwire.join(model):
-        for _ in range(3 if dist.get_rank() else 1):
-            model.zero_grad()
-            model(torch.full((1, 5), 50.0)).sum().backward()
-    assert model.module.weight.grad.mean().item() == (25.0 if dist.get_rank() else 50.0)
+        averages = [average_of_50(model) for _ in range(3 if dist.get_rank() else 1)]
+    assert averages[-1] == (25.0 if dist.get_rank() else 50.0)
     with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
         pass
 

@@ -184,19 +184,17 @@ def test_other_launchers_tell_it_too_on_machines_of_one_host_name(kind: str) -> 
 
 
 @in_each_process(4)
-def test_a_launcher_of_other_processes_is_not_asked() -> None:
-    """Of two, on a machine each, that have each started two more."""
-    told = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    told |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "0"}
-    with patch.dict(os.environ, told):
-        assert machines_of(ProcessGroupTransport()) == (None, "")
-
-
-@in_each_process(4)
 def test_nothing_is_sent_where_there_is_nothing_to_find() -> None:
-    """There is no launcher, one machine, one process on each, or an older launcher."""
+    """No launcher, one machine, one process on each, an older launcher, or one that has started others."""
+    of_two = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    }
+    of_two |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "0"}
     variables: tuple[dict[str, str], ...] = (
         {},
+        of_two,
         {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
         {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},
         {"LOCAL_WORLD_SIZE": "4"},

@@ -47,7 +47,7 @@ from thinwire.checkpoint import load, load_local, merge, save_local
 from thinwire.comm.process_group import GroupTransport
 from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
-from training import are_alike, error_of, told_by_all
+from training import Branches, are_alike, error_of, told_by_all
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -511,24 +511,15 @@ def test_replicas_that_see_gradients_in_unlike_orders_send_them_in_one() -> None
     assert dist.get_rank() > 1 or (early[0] == 0 and min(early[1:3]) > 0), early
 
 
-class Branches(nn.Module):
-    """Layers, of which each pass uses one."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.branches = nn.ModuleList(nn.Linear(24, 24) for _ in range(count))
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        out: Tensor = self.branches[number](x)
-        return out.square().mean()
+def branches(count: int) -> Any:
+    torch.manual_seed(3)
+    return fully_shard(Branches(nn.Linear(24, 24) for _ in range(count)), mesh=mesh_of()["shard"])
 
 
 @in_each_process(4)
 def test_parameters_that_some_or_all_replicas_do_not_use() -> None:
     """The first replica uses the first branch, the other the second; nobody the third."""
-    model = Branches(3)
-    fully_shard(model, mesh=mesh_of()["shard"])
+    model = branches(3)
     sync = attach(model, AllReduce(), replicas=mesh_of())
     shard, replica = dist.get_rank() % 2, dist.get_rank() // 2
     assert f"4 processes, 2 replicas of 2 shards, of which this is shard {shard} of replica {replica}" in str(
@@ -536,30 +527,27 @@ def test_parameters_that_some_or_all_replicas_do_not_use() -> None:
     )
     state = sync.state_dict()
     owed = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
-    state["error"] = (("branches.2.weight", owed),)
+    state["error"] = (("2.weight", owed),)
     sync.load_state_dict(state)
     batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(2))
-    torch.autograd.backward(model(batch, replica))
+    torch.autograd.backward(model(batch, replica).square().mean())
     halves = []
     for number in range(2):
-        branch: Any = model.branches[number]
+        branch = model[number]
         layer: Any = nn.Linear(24, 24)
         layer.load_state_dict({k: whole(v.detach()) for k, v in branch.state_dict().items()})
         torch.autograd.backward(layer(batch).square().mean() / 2)
         halves.append((whole(branch.weight.grad) - layer.weight.grad).abs().max().item())
-    still = dict(sync.state_dict()["error"])["branches.2.weight"]
-    unused: Any = model.branches[2]
+    still = dict(sync.state_dict()["error"])["2.weight"]
     assert max(halves) <= 1e-6
-    assert unused.weight.grad is None
+    assert model[2].weight.grad is None
     assert (still - owed).abs().max() <= 1e-6
 
 
 @in_each_process(4)
 def test_a_gradient_of_an_earlier_step_is_not_averaged_again() -> None:
     """Each branch's optimizer zeroes its own gradients only."""
-    model, exact = Branches(2), Branches(2)
-    for trained in (model, exact):
-        fully_shard(trained, mesh=mesh_of()["shard"])
+    model, exact = branches(2), branches(2)
     sync = attach(model, PowerSGD(matrix_rank=1, min_compression_ratio=1), replicas=mesh_of())
     attach(exact, AllReduce(), replicas=mesh_of())
     applied = {trained: torch.zeros(2, 24, 24) for trained in (model, exact)}
@@ -567,12 +555,11 @@ def test_a_gradient_of_an_earlier_step_is_not_averaged_again() -> None:
         number = step % 2
         batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
         for trained, totals in applied.items():
-            branch: Any = trained.branches[number]
-            branch.zero_grad()
-            torch.autograd.backward(trained(batch, number))
-            totals[number] += whole(branch.weight.grad)
+            trained[number].zero_grad()
+            torch.autograd.backward(trained(batch, number).square().mean())
+            totals[number] += whole(trained[number].weight.grad)
     error = dict(sync.state_dict()["error"])
-    owed = torch.stack([error[f"branches.{number}.weight"] for number in range(2)])
+    owed = torch.stack([error[f"{number}.weight"] for number in range(2)])
     assert owed.norm() > 0.1 * applied[exact].norm()
     assert (applied[model] + owed - applied[exact]).norm() <= 1e-6 * applied[exact].norm()
 

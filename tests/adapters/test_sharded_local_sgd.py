@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from adapters.test_sharded import (
-    agreed,
     flat,
     language,
     mesh_of,
@@ -29,39 +28,14 @@ from adapters.test_sharded import (
 )
 from processes import in_each_process
 from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, attach
-from thinwire.comm import InProcessTransport, run_members
+from thinwire.comm import InProcessTransport
 from training import error_of
 
 pytestmark = runs_on_cpus
 
 
-def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-
-def unsharded(steps: range, **settings: Any) -> list[dict[str, Any]]:
-    """Two replicas that are whole, in this process; of each what it has at the end."""
-    ends = InProcessTransport.group(2)
-
-    def body(replica: int) -> dict[str, Any]:
-        model = language()
-        optimizer = adamw(model)
-        with LocalSGD(model, optimizer, replicas=ends[replica], **settings) as local:
-            for step in steps:
-                for micro in range(2):
-                    for rank in (2 * replica, 2 * replica + 1):
-                        torch.autograd.backward(model(tokens_of(10 * step + micro, rank)) / 4)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-            model_then, state = flat(model), local.state_dict()
-        return {"model": model_then, "state": state, "end": flat(model), "bytes": local.stats().message_bytes}
-
-    return run_members(2, body)
 
 
 def shards(seed: int = 5) -> tuple[Any, torch.optim.Optimizer]:
@@ -80,27 +54,6 @@ def distance(one: Any, other: Any) -> float:
     if isinstance(one, list | tuple):
         return max((distance(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
     return 0.0
-
-
-@in_each_process(4)
-def test_shards_are_averaged_as_whole_replicas_are() -> None:
-    """The models, the last averages, the outer momentum, and what a replica sends."""
-    # Of buffers each shard sends its own, which would count as more than those of one process.
-    streaming = Streaming(fragments=2, delay_steps=1, average_buffers=False)
-    settings: dict[str, Any] = {"every_steps": 3, "outer": nesterov, "streaming": streaming}
-    model, optimizer = shards()
-    with LocalSGD(model, optimizer, replicas=mesh_of(), **settings) as local:
-        for step in range(5):
-            step_of(model, optimizer, step)
-        now, state = flat(model), local.state_dict()
-    sent = torch.tensor(local.stats().message_bytes)
-    dist.all_reduce(sent, group=mesh_of()["shard"].get_group())
-    assert agreed(model)
-    end, expected = flat(model), unsharded(range(5), **settings)[dist.get_rank() // 2]
-    assert distance([now, end], [expected["model"], expected["end"]]) <= 1e-8
-    for key in ("last_average", "outer"):
-        assert distance(state[key], expected["state"][key]) <= 1e-8
-    assert int(sent) == expected["bytes"]
 
 
 @in_each_process(4)

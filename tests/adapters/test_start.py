@@ -120,20 +120,15 @@ def attached(algorithm: Algorithm, **settings: Any) -> tuple[DistributedDataPara
 @in_each_process(2)
 def test_a_live_scaler_that_was_not_given_is_named_once() -> None:
     for case in ("not given", "given", "disabled", "never used", "nothing is remembered"):
-        lines = logged_beside_a_scaler(case)
+        scaler = GradScaler("cpu", init_scale=256.0, enabled=case != "disabled")
+        algorithm = BITS if case == "nothing is remembered" else POWER
+        model, _ = attached(algorithm, grad_scaler=scaler if case == "given" else None)
+        with logged(logging.WARNING) as lines:
+            for _ in range(2):
+                loss = model(torch.ones(2, 64)).square().mean()
+                (loss if case == "never used" else scaler.scale(loss)).backward()
         is_named = case == "not given" and dist.get_rank() == 0
         assert ["a GradScaler" in line for line in lines] == [True] * is_named, case
-
-
-def logged_beside_a_scaler(case: str) -> list[str]:
-    scaler = GradScaler("cpu", init_scale=256.0, enabled=case != "disabled")
-    algorithm = BITS if case == "nothing is remembered" else POWER
-    model, _ = attached(algorithm, grad_scaler=scaler if case == "given" else None)
-    with logged(logging.WARNING) as lines:
-        for _ in range(2):
-            loss = model(torch.ones(2, 64)).square().mean()
-            (loss if case == "never used" else scaler.scale(loss)).backward()
-    return lines
 
 
 @in_each_process(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from comm.every_collective import tensor_of
 from thinwire.comm import (
     InProcessTransport,
     Recording,
@@ -76,12 +77,8 @@ def test_numbers_come_by_rank_exact_as_doubles_are() -> None:
 def test_stacks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     members = InProcessTransport.group(3)
 
-    def tensor_of(rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(rank)
-        return torch.randint(0, 100, shape, generator=generator).to(dtype)
-
-    expected = torch.stack([tensor_of(rank) for rank in range(3)])
-    for stacked in run_members(3, lambda rank: gather_stacked(tensor_of(rank), members[rank])):
+    expected = torch.stack([tensor_of(rank, dtype, *shape) for rank in range(3)])
+    for stacked in run_members(3, lambda rank: gather_stacked(tensor_of(rank, dtype, *shape), members[rank])):
         assert stacked.dtype == dtype
         assert torch.equal(stacked, expected)
 

@@ -1,4 +1,4 @@
-"""What is counted and noted of messages, and how long the host has waited."""
+"""What is counted of messages, and how long the host has waited."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from thinwire.comm import (
     InProcessTransport,
     Message,
     Metered,
-    Note,
-    Recording,
     Transport,
     Work,
     run_members,
@@ -68,18 +66,3 @@ def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="the backend failed"):
         work.wait()
     assert metered.traffic.waiting_seconds == 1.5
-
-
-def test_every_collective_is_noted() -> None:
-    members = [Recording(member) for member in InProcessTransport.group(2)]
-    run_members(2, lambda rank: send_all_kinds(members[rank]))
-    expected = [
-        Note("all_reduce", (6,), torch.float32, "a mean"),
-        Note("all_reduce", (3,), torch.int64, "a sum"),
-        Note("all_reduce", (3,), torch.int64, "a maximum"),
-        Note("all_gather", (7,), torch.uint8, "a gather"),
-        Note("all_to_all", (2, 2), torch.float16, "an exchange"),
-        Note("broadcast", (5,), torch.float32, "a copy"),
-    ]
-    assert [member.notes for member in members] == [expected, expected]
-    assert [note.handed_bytes for note in expected] == [24, 24, 24, 7, 8, 20]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 from torch.profiler import ProfilerActivity, profile
 
 from comm.every_collective import check_every_collective, tensor_of
 from processes import in_each_process
 from thinwire.comm import ProcessGroupTransport, checked_group, p2p, process_group
-from thinwire.comm.process_group import DistWork, future_of, own_subgroup
+from thinwire.comm.process_group import DistWork, own_subgroup
 from thinwire.comm.transport import Operation
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
@@ -159,26 +157,6 @@ def test_ranks_are_those_of_the_group() -> None:
     transport.all_gather(rows, torch.tensor([dist.get_rank()]), "a gather").wait()
     assert (transport.rank, transport.size) == (dist.get_rank() // 2, 2)
     assert (copied.tolist(), rows.view(-1).tolist()) == ([3, 3], [1, 3])
-
-
-def failing_work(words: str) -> DistWork:
-    """As of a backend whose peer has gone."""
-    future: Future[object] = Future()
-    future.set_exception(RuntimeError(words))
-    work = SimpleNamespace(get_future=lambda: future, wait=future.wait)
-    return DistWork([cast("dist.Work", work)], "step 3, round 2")
-
-
-def test_a_failure_is_named_with_what_was_under_way() -> None:
-    words = "step 3, round 2 failed: connection closed by peer. A process died"
-    with pytest.raises(CommunicationError, match=words) as caught:
-        failing_work("connection closed by peer").wait()
-    assert "use thinwire.join" in str(caught.value)
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    work = failing_work("connection closed by peer")
-    future = future_of(work, lambda: pytest.fail("there is no result"))
-    with pytest.raises(Exception, match=words):  # torch hands on what a callback raises in a type of its own
-        future.wait()
 
 
 def test_only_what_a_backend_raises_is_renamed() -> None:

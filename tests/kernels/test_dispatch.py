@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
-from threading import Thread
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +15,6 @@ from thinwire.algorithms import PowerSGD
 from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import NUMBA, TORCH, TORCH_TABLES, kernels_for
-from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
@@ -179,26 +174,3 @@ def test_the_kind_of_gpu_is_part_of_what_members_compare(
     monkeypatch.setattr(dispatch, "backends", (dispatch.Backend("Triton", TORCH.load, lambda: "3.6.0"),))
     like = Mock(torch.Tensor, device=torch.device("cuda"), dtype=torch.float32)
     assert dispatch.name_of_kernels_for(like, 4) == f"Triton 3.6.0 on {kind}"
-
-
-def test_a_table_is_not_dropped_while_another_thread_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As backward passes of two devices do: the other one comes when the first has just found its table."""
-    others: list[Thread] = []
-    cpu = torch.device("cpu")
-
-    class Meeting(OrderedDict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            found = super().get(key, default)
-            if found is not None and not others:
-                take = partial(launcher.launch_table, "second", lambda: ([(2,)], [1]), cpu)
-                others.append(Thread(target=take))
-                others[0].start()
-                others[0].join(0.2)  # waits, if it must, for the first
-            return found
-
-    monkeypatch.setattr(launcher, "MAX_TABLES", 1)
-    monkeypatch.setattr(launcher, "_tables", Meeting())
-    for _ in range(2):
-        assert launcher.launch_table("first", lambda: ([(1,)], [1]), cpu).rows.tolist() == [[1]]
-    others[0].join()
-    assert [table.rows.tolist() for table in launcher._tables.values()] == [[[2]]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_calls import asked, check_a_step, iteration, wanted
+from kernel_calls import asked, check_a_step, factor_of, iteration, wanted
 from thinwire.kernels.matrices import MatrixGroup
 
 numba = pytest.importorskip("numba", reason="NO NUMBA HERE: nothing compiled was tested")
@@ -29,10 +29,6 @@ def group_of(shape: tuple[int, int], matrix_rank: int = 3, seed: int = 0, offset
         for half in (places[:2], places[2:])
     )
     return MatrixGroup(["a", "b"], matrices, errors, matrix_rank)
-
-
-def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Each setting with every shape, but not with every other setting.

@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_calls import check_a_step, iteration, wanted
+from kernel_calls import check_a_step, factor_of, iteration, wanted
 from thinwire.kernels import torch_kernels
 from thinwire.kernels.matrices import MatrixGroup, round_all_into, round_into
 from thinwire.kernels.torch_kernels import LOW_RANK as KERNELS
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
-
-
-def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def batched_group(shape: tuple[int, int], distance: int) -> MatrixGroup:

@@ -18,12 +18,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from catalog import buckets, random_gradients
+from algorithms.test_conformance import assert_same_state
+from catalog import averaged, buckets, random_gradients
 from processes import in_each_process
 from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
-from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, agree, run_members
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
@@ -107,6 +106,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hooked_step(hooks.PowerSGDState(None, host_check=is_odd()), hooks.powerSGD_hook),
         "process 0 has host_check False, process 1 has host_check True",
     ),
+    "a weight on one": (lambda: ddp_step(weight=(lambda: 1.0) if is_odd() else None), "weight"),
+    "a weight that is a number on one": (lambda: ddp_step(weight=1.0 if is_odd() else lambda: 1.0), "weight"),
     "another hook": (
         other_hook_in_a_new_group,
         "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
@@ -140,7 +141,7 @@ def test_a_difference_is_told_on_all_processes(case: str) -> None:
 def saved(steps: int) -> dict[str, Any]:
     simulation = Simulation(POWER, buckets(), num_workers=1)
     for seed in range(steps):
-        simulation.step(random_gradients(buckets(), num_workers=1, seed=seed))
+        averaged(simulation, seed)
     return simulation.state_dicts()[0]
 
 
@@ -149,64 +150,67 @@ RESHAPED = [SPECS[0]._replace(shape=(32, 64), stride=(64, 1)), *SPECS[1:]]
 
 
 class Differs(NamedTuple):
-    """What process 1 has, unlike process 0, and what both do before the first step."""
+    """What process 1 has, unlike processes 0 and 2, and what each does before the first step."""
 
     words: str
     algorithm: Algorithm = POWER
     model: list[ParameterSpec] = SPECS
-    before: Callable[[int, GradientSync], object] = lambda rank, sync: None
+    before: Callable[[bool, GradientSync], object] = lambda is_other, sync: None
 
 
+LONG = "é – " + 999 * "x"
 DIFFERENCES = {
     "another setting": Differs(
-        "process 0 has matrix_rank 2, process 1 has matrix_rank 4", PowerSGD(matrix_rank=4)
+        "processes 0, 2 have matrix_rank 2, process 1 has matrix_rank 4", PowerSGD(matrix_rank=4)
     ),
     "another algorithm": Differs(
-        "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce", AllReduce()
+        "processes 0, 2 have algorithm PowerSGD, process 1 has algorithm AllReduce", AllReduce()
     ),
     "other shapes": Differs(
-        "process 0 has parameter head.weight 64×32 float32, strides (32, 1), process 1 has", model=RESHAPED
+        "processes 0, 2 have parameter head.weight 64×32 float32, strides (32, 1), process 1 has",
+        model=RESHAPED,
     ),
     "one parameter more": Differs(
-        "process 0 has no parameter new, process 1 has parameter new 3 float32",
-        model=[*SPECS, SPECS[1]._replace(name="new", shape=(3,))],
+        f"processes 0, 2 have no parameter {LONG}, process 1 has parameter {LONG} 3 float32",
+        model=[*SPECS, SPECS[1]._replace(name=LONG, shape=(3,))],
     ),
     "switched to another": Differs(
-        "process 0 has dtype 'fp16', process 1 has dtype 'bf16'",
-        before=lambda rank, sync: sync.use(Cast("bf16" if rank else "fp16")),
+        "processes 0, 2 have dtype 'fp16', process 1 has dtype 'bf16'",
+        before=lambda is_other, sync: sync.use(Cast("bf16" if is_other else "fp16")),
     ),
     "loaded a later state": Differs(
-        "process 0 has committed 0 steps, process 1 has committed 3 steps; process 0 has loaded a state with",
-        before=lambda rank, sync: sync.load_state_dict(saved(3 * rank)),
+        "process 1 has committed 3 steps; processes 0, 2 have loaded a state with",
+        before=lambda is_other, sync: sync.load_state_dict(saved(3 * is_other)),
     ),
     "loaded another state": Differs(  # as if both were of the same step
         "process 1 has loaded a state with checksum ",
-        before=lambda rank, sync: sync.load_state_dict(saved(1 + rank) | {"step": 1}),
+        before=lambda is_other, sync: sync.load_state_dict(saved(1 + is_other) | {"step": 1}),
     ),
     "saved on one at the first step": Differs(
-        "calls differ: state_dict() on process 0, a step on process 1. Make the same calls",
-        before=lambda rank, sync: rank or sync.state_dict(),
+        "calls differ: a step on processes 0, 2, state_dict() on process 1. Make the same calls",
+        before=lambda is_other, sync: is_other and sync.state_dict(),
     ),
 }
 
 
 @pytest.mark.parametrize("differs", DIFFERENCES.values(), ids=DIFFERENCES)
 def test_a_difference_of_engines_is_told_on_all_members(differs: Differs) -> None:
-    transports, gradients = InProcessTransport.group(2), random_gradients(buckets(), num_workers=2, seed=0)
+    transports, gradients = InProcessTransport.group(3), random_gradients(buckets(), num_workers=3, seed=0)
 
     def body(rank: int) -> None:
-        kind, model = (differs.algorithm, differs.model) if rank else (POWER, SPECS)
+        is_other = rank == 1
+        kind, model = (differs.algorithm, differs.model) if is_other else (POWER, SPECS)
         engine = Engine(kind, transports[rank], model)
 
         def call() -> None:
-            differs.before(rank, GradientSync(engine))
+            differs.before(is_other, GradientSync(engine))
             engine.average(zip(buckets(), gradients[rank], strict=True))
 
         with pytest.raises(AgreementError, match=re.escape(differs.words)):
             call()
         assert engine.reporter.counts().messages == 0
 
-    run_members(2, body)
+    run_members(3, body)
 
 
 @pytest.mark.parametrize("algorithm", [Quantize(bits=4), TopK(), PowerSGD(matrix_rank=8)], ids=str)
@@ -224,25 +228,19 @@ def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(al
     assert sync.stats().compression_ratio > 1.9
 
 
-@in_each_process(2)
-def test_memory_is_as_it_was_and_agreeing_processes_go_on() -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
-    aggregator = epfl.PowerSGD(model.parameters(), config)
-    step(model)
-    epfl.optimizer_step(optimizer, aggregator)
-    errors = aggregator.engine.state.memory[ERROR]
-    before = {name: owed.clone() for name, owed in errors.items()}
-    aggregator.sync.use(PowerSGD(matrix_rank=3 + dist.get_rank()))
-    step(model)
+def test_memory_is_as_it_was_and_agreeing_members_go_on() -> None:
+    simulation = Simulation(POWER, buckets(), num_workers=2)
+    averaged(simulation, 0)
+    before = simulation.state_dicts()[0]
+    for rank, sync in enumerate(simulation.syncs):
+        sync.use(PowerSGD(matrix_rank=3 + rank))
     with pytest.raises(AgreementError):
-        epfl.optimizer_step(optimizer, aggregator)
-    assert before.keys() == errors.keys()
-    assert all(owed.any() and torch.equal(owed, errors[name]) for name, owed in before.items())
-    aggregator.sync.use(POWER)
-    epfl.optimizer_step(optimizer, aggregator)
-    assert aggregator.stats().steps == len(before) == 2
+        averaged(simulation, 1)
+    for sync in simulation.syncs:
+        sync.use(POWER)
+    assert_same_state(simulation.state_dicts()[0], before)
+    averaged(simulation, 1)
+    assert simulation.syncs[0].stats().steps == 2
 
 
 @in_each_process(2)

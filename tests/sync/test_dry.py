@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import thinwire
+from adapters.test_sharded import attached, backward, runs_on_cpus, whole, wide
 from algorithms.test_conformance import assert_same_state
-from catalog import ENTRIES, Entry, buckets, random_gradients
-from thinwire import PowerSGD, Quantize, StepError
+from catalog import ENTRIES, Entry, averaged, buckets, random_gradients, resumed
+from processes import in_each_process
+from thinwire import GradientSync, PowerSGD, Quantize, StepError, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
-from training import refused
+from training import are_alike, ddp_of, gradient_of, refused
 
 WAYS: list[dict[str, Any]] = [{}, {"host_check": False}, {"num_workers": 4, "workers_per_machine": 2}]
 
@@ -38,13 +42,25 @@ def made_dry(simulation: Simulation, seeds: list[int], *, keeps: bool, bad: bool
             keep()
 
 
-@pytest.mark.parametrize(("entry", "way"), [*zip(ENTRIES, cycle(WAYS))], ids=str)
-def test_steps_inside_leave_no_trace_unless_they_are_kept(entry: Entry, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("entry", "way", "is_resumed"), [*zip(ENTRIES, cycle(WAYS), cycle([False, True]))], ids=str
+)
+def test_steps_inside_leave_no_trace_unless_they_are_kept(
+    entry: Entry, way: dict[str, Any], is_resumed: bool
+) -> None:
     """Before the first step, between steps, several together, and those that are not finite."""
-    straight, other = (Simulation(entry.algorithm, buckets(), **{"num_workers": 2, **way}) for _ in range(2))
+    first, straight, other = (
+        Simulation(entry.algorithm, buckets(), **{"num_workers": 2, **way}) for _ in range(3)
+    )
+    if is_resumed:  # what was loaded, and is divided among the workers in their next step, is there again
+        averaged(first, 50)
+        (state, *_) = first.state_dicts()
+        resumed(straight, state)
+        resumed(other, state)
+    start = straight.syncs[0].steps
     for step in range(4):
         made_dry(other, [100 + step, 200 + step], keeps=False, bad=step == 2)
-        assert other.syncs[0].steps == step
+        assert other.syncs[0].steps == start + step
         if step == 1:
             made(straight, step)
             made_dry(other, [step], keeps=True)
@@ -55,29 +71,6 @@ def test_steps_inside_leave_no_trace_unless_they_are_kept(entry: Entry, way: dic
         assert_same_state(mine, theirs)
     if entry.compresses and not getattr(entry.algorithm, "warmup_steps", 0):
         assert other.syncs[0].stats().compression_ratio > 1.5
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "workers_per_machine"),
-    [(PowerSGD(matrix_rank=2), 2), (Quantize(bits=4, error_feedback=True), 1)],
-    ids=str,
-)
-def test_what_was_loaded_and_not_yet_divided_is_there_again(
-    algorithm: PowerSGD | Quantize, workers_per_machine: int
-) -> None:
-    first, straight, other = (
-        Simulation(algorithm, buckets(), num_workers=4, workers_per_machine=workers_per_machine)
-        for _ in range(3)
-    )
-    for step in range(2):
-        made(first, step)
-    saved = first.state_dicts()[0]
-    assert dict(saved["error"])
-    for simulation in (straight, other):
-        for sync in simulation.syncs:
-            sync.load_state_dict(saved)
-    made_dry(other, [7], keeps=False)
-    assert torch.equal(made(straight, 2), made(other, 2))
 
 
 def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_refused() -> None:
@@ -104,3 +97,43 @@ def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_
             made(simulation, 3)
         keep_outer()
     assert sync.steps == 2
+
+
+# Loops that drop averaged gradients, with DDP and FSDP2.
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def check_no_trace(start: Callable[[], tuple[Any, GradientSync]], make_pass: Callable[..., object]) -> None:
+    """Compare a model that also makes dry passes, as of a GAN's generator, with one that makes none."""
+    (model, sync), (straight, other) = start(), start()
+    for step in range(4):
+        with sync.dry():
+            make_pass(model, 100 + step)
+        assert are_alike(gradients_of(model))
+        means = []
+        for trained in (model, straight):
+            trained.zero_grad()
+            make_pass(trained, step)
+            means.append(gradients_of(trained))
+            trained.zero_grad()
+        assert all(map(torch.equal, *means))
+    assert sync.steps == other.steps == 4
+    assert sync.stats().compression_ratio > 1.5
+
+
+@in_each_process(2)
+def test_a_ddp_model() -> None:
+    def start() -> tuple[Any, GradientSync]:
+        model = ddp_of()
+        return model, thinwire.attach(model, TopK(density=1 / 20, chunk=100))
+
+    check_no_trace(start, gradient_of)
+
+
+@runs_on_cpus
+@in_each_process(4)
+def test_a_sharded_model() -> None:
+    check_no_trace(lambda: attached(PowerSGD(matrix_rank=2), wide()), backward)

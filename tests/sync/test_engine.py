@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from threading import Barrier, Event
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from catalog import ENTRIES, Entry, buckets, random_gradients, spec
+from catalog import ENTRIES, Entry, averaged, buckets, random_gradients, spec
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Bucket
 from thinwire.algorithms.error_feedback import ERROR
@@ -129,26 +128,24 @@ def test_the_second_message_of_few_bits_leaves_when_the_next_bucket_comes(
 ) -> None:
     """Low rank sends those of all buckets as one; results are the same."""
     layout = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
-    ends = [InProcessTransport.group(2) for _ in range(2)]
+    gradients, transports = random_gradients(layout, num_workers=2, seed=0), InProcessTransport.group(2)
 
     def body(rank: int) -> None:
-        means = []
-        for pipelined, transports in zip((True, False), ends, strict=True):
-            recording = Recording(transports[rank])
-            engine = Engine(algorithm, recording, [parameter for (parameter,) in layout])
-            flats = random_gradients(layout, num_workers=2, seed=0)[rank]
-            buckets = [engine.open(bucket, flats[0].device) for bucket in layout]
-            recording.notes.clear()
-            one = engine.begin(pipelined=pipelined)
-            for bucket, flat in zip(buckets, flats, strict=True):
-                one.start(bucket, flat)
-            assert one.finish()
-            assert engine.plan.compression_ratio > 3
-            assert not pipelined or [note.collective for note in recording.notes] == order
-            means.append(flats)
-        assert all(map(torch.equal, *means))
+        recording, flats = Recording(transports[rank]), gradients[rank]
+        engine = Engine(algorithm, recording, [parameter for (parameter,) in layout])
+        opened = [engine.open(bucket, flats[0].device) for bucket in layout]
+        recording.notes.clear()
+        one = engine.begin(pipelined=True)
+        for bucket, flat in zip(opened, flats, strict=True):
+            one.start(bucket, flat)
+        assert one.finish()
+        assert [note.collective for note in recording.notes] == order
+        assert engine.plan.compression_ratio > 3
 
     run_members(2, body)
+    expected = averaged(Simulation(algorithm, layout, num_workers=2), 0)
+    assert all(map(torch.equal, gradients[0], expected))
+    assert all(map(torch.equal, gradients[1], expected))
 
 
 def test_a_bucket_in_flight_is_not_started_in_another_step() -> None:
@@ -236,70 +233,39 @@ def _of_products() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-LEVELS = [(backend, of) for backend in ("cuda", "mkldnn") for of in ("all", "matmul")]
-
-
-def _own_settings() -> dict[tuple[str, str], str]:
-    """What each level has been set to itself; leaves all of them unset."""
-    own = {}
-    for level in [("generic", "all"), *LEVELS]:  # the getter tells what is in effect: no wider one is left
-        own[level] = torch._C._get_fp32_precision_getter(*level)
-        torch._C._set_fp32_precision_setter(*level, "none")
-    return own
-
-
-@pytest.mark.skipif(not hasattr(torch._C, "_set_fp32_precision_setter"), reason="torch has one level only")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {("generic", "all"): "tf32"},
-        {("generic", "all"): "tf32", ("cuda", "all"): "tf32", ("mkldnn", "matmul"): "ieee"},
-        {("cuda", "all"): "tf32", ("mkldnn", "all"): "bf16"},
-    ],
-    ids=str,
-)
-def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, str], str]) -> None:
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has one level only")
+def test_the_users_precision_is_left_as_it_was() -> None:
     """`torch.backends.fp32_precision = "tf32"` is a wider setting: products follow it, and go on to."""
-
+    settings: Any = torch.backends
+    products = [settings.cuda.matmul, settings.mkldnn.matmul]
     inside: list[str] = []
-    backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
-    look = lambda: inside.extend(backend.matmul.fp32_precision for backend in backends)  # noqa: E731
-    _own_settings()
-    for level, precision in settings.items():
-        torch._C._set_fp32_precision_setter(*level, precision)
+    transport = noting(lambda: inside.extend(each.fp32_precision for each in products))
     try:
-        step(Engine(PowerSGD(matrix_rank=2), noting(look)))
+        settings.fp32_precision = "tf32"
+        step(Engine(PowerSGD(matrix_rank=2), transport))
+        assert [each.fp32_precision for each in products] == ["tf32"] * 2
+        settings.fp32_precision = "ieee"
+        assert [each.fp32_precision for each in products] == ["ieee"] * 2
     finally:
-        left = _own_settings()
-    assert left == {level: settings.get(level, "none") for level in left}
-    assert len(inside) == 6
-    assert set(inside) <= {"ieee", "none"}
+        settings.fp32_precision = "none"
+    assert inside == ["ieee"] * 6
 
 
-def test_of_two_threads_the_last_to_end_restores_the_users_setting() -> None:
+def test_of_two_backward_passes_the_last_to_end_restores_the_users_setting() -> None:
     """A module over two devices has a backward thread for each, and the setting is the whole process's."""
-    entered, may_leave = Barrier(2), Event()
-    inside: list[str] = []
-
-    def one(rank: int) -> None:
-        with full_precision(torch.device("cpu")):
-            entered.wait(60)
-            if rank == 1:
-                may_leave.wait(60)
-                inside.append(_of_products())
-
+    first, second = (full_precision(torch.device("cpu")) for _ in range(2))
     torch.set_float32_matmul_precision("high")
     try:
-        with ThreadPoolExecutor(2) as threads:
-            first, second = (threads.submit(one, rank) for rank in range(2))
-            first.result(60)
-            may_leave.set()
-            second.result(60)
+        with torch.enable_grad():
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            assert _of_products() == "ieee"
+            second.__exit__(None, None, None)
         assert torch.get_float32_matmul_precision() == "high"
         assert _of_products() == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert inside == ["ieee"]
 
 
 @pytest.mark.parametrize(
@@ -336,25 +302,31 @@ def test_the_relative_error_is_the_residual_over_what_was_to_send(
     assert [sync.stats().relative_error for sync in simulation.syncs] == [s.relative_error for s in found]
 
 
-def test_the_seed_decides_the_first_factors() -> None:
+def test_the_seed_and_without_a_warm_start_the_step_decide_the_first_factors() -> None:
     first, again, other = (
         torch.cat(step(Engine(PowerSGD(matrix_rank=2, seed=seed), noting()))) for seed in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    # The same ones in every step would never see what lies across them.
+    engine = Engine(PowerSGD(matrix_rank=1, warm_start=False, error_feedback=False), noting())
+    first, other = (torch.cat(step(engine)) for _ in range(2))
+    assert (first - other).norm() > 0.05 * first.norm()
 
 
-def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
-    first, second = buckets()
-    engine = Engine(BatchedPowerSGD(), noting())
-    found = []
-    for layout in ([first, second], [(*first, *second)]):
-        flats = random_gradients(layout, num_workers=1, seed=0)[0]
-        assert engine.average(zip(layout, flats, strict=True))
-        found.append(set(dict(engine.state_dict()["factor"])))
-    assert found == [{"head.weight … scale", "conv.weight … empty"}, {"head.weight … empty"}]
-    GradientSync(engine).use(PowerSGD(matrix_rank=2))
-    assert not dict(engine.state_dict().get("factor", {}))
+def test_a_higher_matrix_rank_begins_with_the_factors_that_are_there() -> None:
+    """Of a gradient with two large directions, which the first steps find, none is lost."""
+    gradient = torch.diag(torch.tensor([5.0, 5.0, *[1.0] * 30])).flatten()
+    found, gaps = PowerSGD(matrix_rank=2, error_feedback=False), list[float]()
+    simulation = Simulation(found, [(spec("weight", 32, 32),)], num_workers=1)
+    for step in range(9):
+        if step == 8:
+            simulation.syncs[0].use(replace(found, matrix_rank=3))
+        mean = gradient.clone()
+        assert simulation.step([[mean]])
+        gaps.append(float((mean - gradient).norm()))
+    assert gaps[-1] < gaps[-2] < gaps[0]
+    assert simulation.syncs[0].stats().compression_ratio > 5
 
 
 def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from algorithms.test_conformance import assert_same_state
-from catalog import buckets, flat_error, random_gradients, true_means
+from catalog import Sums, averaged, buckets, whole_residual
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.checkpoint import load_local, merge, save_local
@@ -65,19 +65,22 @@ def used_before_the_first_step(algorithm: Algorithm) -> Simulation:
     return pairs(POWER if algorithm != POWER else FED_BACK)
 
 
-def run(simulation: Simulation, steps: range) -> tuple[Tensor, Tensor]:
-    """The sums of results and of true means."""
-    sent, true = torch.zeros(()).double(), torch.zeros(()).double()
-    for step in steps:
-        gradients = random_gradients(simulation.buckets, num_workers=4, seed=step)
-        true = true + torch.cat(true_means(gradients))
-        assert simulation.step(gradients)
-        sent = sent + torch.cat([mean.double() for mean in gradients[0]])
-    return sent, true
-
-
 def residual(state: dict[str, Any]) -> Tensor:
-    return torch.cat([flat_error(state, bucket) for bucket in buckets()])
+    return whole_residual(state, buckets())
+
+
+def trained(simulation: Simulation) -> tuple[Simulation, Sums]:
+    sums = Sums()
+    for step in range(3):
+        averaged(simulation, step, sums)
+    return simulation, sums
+
+
+def with_own(simulation: Simulation, states: list[dict[str, Any]]) -> Simulation:
+    """Load what each process has saved for itself."""
+    for sync, state in zip(simulation.syncs, states, strict=True):
+        sync.load_state_dict(state)
+    return simulation
 
 
 def merged(simulation: Simulation) -> dict[str, Any]:
@@ -105,21 +108,20 @@ def merged(simulation: Simulation) -> dict[str, Any]:
 def test_nothing_is_lost_with_another_algorithm_other_buckets_or_another_layout(
     first: Algorithm, then: Algorithm, again: Callable[[Algorithm], Simulation], tmp_path: Path
 ) -> None:
-    simulation = pairs(first)
-    sent, true = run(simulation, range(4))
+    simulation, sums = pairs(first), Sums()
+    for step in range(4):
+        averaged(simulation, step, sums)
     assert simulation.syncs[0].stats().compression_ratio > 1.5
     for sync in simulation.syncs:
         save_local(sync, tmp_path)
-    owed = residual(merged(simulation))
-    assert (true - sent - owed).norm() <= 1e-5 * owed.norm()
-    resumed = again(then)
-    for sync in resumed.syncs:
+    another = again(then)
+    for sync in another.syncs:
         load_local(sync, tmp_path)
         if sync.algorithm != then:
             sync.use(then)
-    more_sent, more_true = run(resumed, range(4, 7))
-    gap = owed + more_true - more_sent - residual(resumed.state_dicts()[0])
-    assert gap.norm() <= 1e-5 * owed.norm()
+    for step in range(4, 7):
+        averaged(another, step, sums)
+    assert sums.lost(another).norm() <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -136,54 +138,43 @@ def test_nothing_is_lost_with_another_algorithm_other_buckets_or_another_layout(
 def test_what_is_loaded_is_in_every_state_that_is_saved_before_the_next_step(
     made: Callable[[Algorithm], Simulation], algorithm: Algorithm, is_averaged: bool
 ) -> None:
-    simulation = made(algorithm)
-    run(simulation, range(3))
+    simulation, sums = trained(made(algorithm))
     if is_averaged:
         simulation.state_dicts()
     states = [sync.local_state_dict() for sync in simulation.syncs]
     expected = residual(merge(states))
     assert expected.norm() > 0
-
-    def loaded() -> Simulation:
-        resumed = made(algorithm)
-        for sync, state in zip(resumed.syncs, states, strict=True):
-            sync.load_state_dict(state)
-        return resumed
-
     # By each process for itself, of all, and both again of what was loaded and averaged already.
-    resumed = loaded()
-    torch.testing.assert_close(residual(merged(resumed)), expected, rtol=1e-6, atol=0)
+    again = with_own(made(algorithm), states)
+    torch.testing.assert_close(residual(merged(again)), expected, rtol=1e-6, atol=0)
     for _ in range(2):
-        saved = resumed.state_dicts()
+        saved = again.state_dicts()
         for state in saved:
             torch.testing.assert_close(residual(state), expected, rtol=1e-5, atol=1e-6)
             assert_same_state(state, saved[0])
-        torch.testing.assert_close(residual(merged(resumed)), residual(saved[0]), rtol=0, atol=0)
+        torch.testing.assert_close(residual(merged(again)), residual(saved[0]), rtol=0, atol=0)
     # And it is sent.
-    sent, true = run(resumed, range(3, 5))
-    gap = expected + true - sent - residual(resumed.state_dicts()[0])
-    assert gap.norm() <= 1e-5 * expected.norm()
+    for step in range(3, 5):
+        averaged(again, step, sums)
+    assert sums.lost(again).norm() <= 1e-5
 
 
 def test_a_parameter_that_is_never_used_again_keeps_what_it_is_owed() -> None:
     for made in (flat, pairs):
-        simulation = made(FED_BACK)
-        run(simulation, range(3))
+        simulation, _ = trained(made(FED_BACK))
         states = [sync.local_state_dict() for sync in simulation.syncs]
         expected = residual(merge(states))
-        resumed = made(FED_BACK)
-        for sync, state in zip(resumed.syncs, states, strict=True):
-            sync.load_state_dict(state)
-        resumed.buckets = buckets()[:1]
-        run(resumed, range(3, 5))
+        again = with_own(made(FED_BACK), states)
+        again.buckets = buckets()[:1]
+        for step in range(3, 5):
+            averaged(again, step)
         numel = sum(spec.numel for spec in buckets()[0])
-        for both in (merged(resumed), resumed.state_dicts()[0], merged(resumed)):
+        for both in (merged(again), again.state_dicts()[0], merged(again)):
             torch.testing.assert_close(residual(both)[numel:], expected[numel:], rtol=1e-5, atol=1e-6)
 
 
 def test_on_a_machine_that_others_share_one_own_file_is_refused() -> None:
-    simulation = pairs(POWER)
-    run(simulation, range(2))
+    simulation, _ = trained(pairs(POWER))
     other = crosswise(POWER)
     with pytest.raises(StateError, match="with local rank 1, but this is process 1 of 4"):
         other.syncs[1].load_state_dict(simulation.syncs[1].local_state_dict())
@@ -207,8 +198,7 @@ def damaged(state: Any, draw: random.Random) -> Any:
 
 @pytest.mark.parametrize("made", [flat, pairs])
 def test_damaged_states_are_refused_in_words_or_merged(made: Callable[[Algorithm], Simulation]) -> None:
-    simulation = made(POWER)
-    run(simulation, range(2))
+    simulation, _ = trained(made(POWER))
     states = [sync.local_state_dict() for sync in simulation.syncs]
     assert residual(merge(copy.deepcopy(states))).norm() > 0
     draw, refused = random.Random(0), 0

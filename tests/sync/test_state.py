@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from algorithms.test_conformance import assert_same_state
-from catalog import buckets, random_gradients, spec
+from catalog import averaged, buckets, resumed, spec
 from sync.test_local_state import damaged
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm, Memory, Slot
@@ -21,7 +21,6 @@ from thinwire.comm.in_process import run_members
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError, StateError
-from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, algorithm_state
 
@@ -31,7 +30,7 @@ POWER = PowerSGD(matrix_rank=2)
 def trained(num_workers: int = 2, steps: int = 3, algorithm: PowerSGD = POWER) -> Simulation:
     simulation = Simulation(algorithm, buckets(), num_workers=num_workers)
     for seed in range(steps):
-        simulation.step(random_gradients(buckets(), num_workers=num_workers, seed=seed))
+        averaged(simulation, seed)
     return simulation
 
 
@@ -56,10 +55,7 @@ def test_holds_tensors_by_parameter_name_and_plain_values(state: dict[str, Any])
 
 
 def loaded(state: dict[str, Any], num_workers: int = 2, algorithm: Algorithm = POWER) -> Simulation:
-    simulation = Simulation(algorithm, buckets(), num_workers=num_workers)
-    for sync in simulation.syncs:
-        sync.load_state_dict(state)
-    return simulation
+    return resumed(Simulation(algorithm, buckets(), num_workers=num_workers), state)
 
 
 def test_is_a_copy(state: dict[str, Any]) -> None:
@@ -67,7 +63,7 @@ def test_is_a_copy(state: dict[str, Any]) -> None:
     before = copy.deepcopy(state)
     for simulation in (trained(), loaded(state)):
         saved = simulation.state_dicts()[0]
-        simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
+        averaged(simulation, 9)
         assert_same_state(saved, before)
     assert_same_state(state, before)
     simulation = trained()
@@ -83,21 +79,6 @@ def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: d
     assert engine.state_dict()["parameters"] == state["parameters"]
 
 
-def test_a_channels_last_parameter_resumes_from_its_logical_shape() -> None:
-    """The properties of `algorithms/test_properties.py` say that what is saved is in the logical order."""
-    weight = torch.empty(8, 6, 3, 3).to(memory_format=torch.channels_last)
-    layout = [(ParameterSpec.of("conv", weight),)]
-    straight, resumed = (Simulation(PowerSGD(matrix_rank=1), layout, num_workers=1) for _ in range(2))
-    straight.step(random_gradients(layout, num_workers=1, seed=0))
-    saved = straight.state_dicts()[0]
-    resumed.syncs[0].load_state_dict(saved)
-    assert dict(saved["error"])["conv"].shape == (8, 6, 3, 3)
-    ((mine,),), ((theirs,),) = (random_gradients(layout, num_workers=1, seed=1) for _ in range(2))
-    assert straight.step([[mine]])
-    assert resumed.step([[theirs]])
-    assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
     """A mean of equal numbers is not always that number: x/3 + x/3 + x/3."""
@@ -105,14 +86,8 @@ def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
     first, second = simulation.state_dicts()[0], simulation.state_dicts()[-1]
     assert first["error"]
     assert_same_state(first, second)
-    resumed = loaded(first, num_workers)
-    for state in resumed.state_dicts():
+    for state in loaded(first, num_workers).state_dicts():
         assert_same_state(state, first)
-    for trained_on in (simulation, resumed):
-        trained_on.step(random_gradients(buckets(), num_workers=num_workers, seed=7))
-    after = simulation.state_dicts()[0]
-    assert not torch.equal(after["error"][0][1], first["error"][0][1])
-    assert_same_state(after, resumed.state_dicts()[0])
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -240,14 +215,3 @@ def test_a_message_that_fails_leaves_every_slot_as_it_was() -> None:
         return [*memory[first]["w"].tolist(), *memory[second]["w"].tolist()]
 
     assert run_members(2, average) == [[1.0] * 4, [2.0] * 4]
-
-
-def test_a_resumed_run_goes_on_from_the_steps_that_were_skipped_too() -> None:
-    simulation, resumed = trained(), Simulation(POWER, buckets(), num_workers=2)
-    gradients = random_gradients(buckets(), num_workers=2, seed=3)
-    gradients[1][0][0] = torch.inf
-    assert not simulation.step(gradients)
-    for sync, state in zip(resumed.syncs, simulation.state_dicts(), strict=True):
-        sync.load_state_dict(state)
-    assert [sync.steps for sync in (simulation.syncs[0], *resumed.syncs)] == [4] * 3
-    assert resumed.engines[0].state.nonfinite_steps == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from catalog import random_gradients, spec, true_means
+from catalog import averaged, random_gradients, spec, true_means
 from thinwire import Quantize
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import wire_bytes
@@ -25,19 +25,6 @@ SHARES = {8: 0.52, 6: 0.395, 5: 0.332, 4: 0.27, 3: 0.21, 2: 0.15, 1: 0.08}
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-
-
-def stepped(algorithm: Quantize, layout: Layout, num_workers: int, seed: int = 0, steps: int = 1) -> Any:
-    """Simulation and the results of worker 0, after checking that the others have the same."""
-    simulation = Simulation(algorithm, layout, num_workers=num_workers)
-    results = []
-    for step in range(steps):
-        gradients = random_gradients(layout, num_workers=num_workers, seed=seed + step)
-        assert simulation.step(gradients)
-        for others in gradients[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
-        results.append(gradients[0])
-    return simulation, results
 
 
 @pytest.mark.parametrize("bits", SHARES)
@@ -69,7 +56,8 @@ ERRORS = {8: 0.012, 6: 0.05, 5: 0.1, 4: 0.16, 3: 0.29, 2: 0.53, 1: 1.0}
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_the_mean_is_near_the_true_one(bits: int, rounding: Any) -> None:
     layout = [(spec("weight", 64, 64),)]
-    _, ((mean,),) = stepped(Quantize(bits=bits, rounding=rounding), layout, 3)
+    simulation = Simulation(Quantize(bits=bits, rounding=rounding), layout, num_workers=3)
+    (mean,) = averaged(simulation, 0)
     (true,) = true_means(random_gradients(layout, num_workers=3, seed=0))
     error = ((mean - true).norm() / true.norm()).item()
     assert ERRORS[bits] / 8 < error < ERRORS[bits] * (1 if rounding == "nearest" else 1.6)
