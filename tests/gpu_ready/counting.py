@@ -10,9 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,13 +17,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-import thinwire
 from thinwire.comm.transport import Message, Transport, Work
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import Backend
 from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine
 from thinwire.tensors.accelerators import to_device_async
 
 # Views, allocations and questions to the host's own part of a tensor launch nothing.
@@ -37,37 +34,37 @@ FREE = {
     "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
 
-OUR_CODE = str(Path(thinwire.__file__).parent)
+Shapes = dict[str, tuple[int, ...]]
 
-
-@dataclass(frozen=True)
-class Counted:
-    """What a step costs on an accelerator.
-
-    Attributes:
-        launches: Operations of torch's that launch a kernel or some, and Triton's kernels.
-        waits: Times that the host waits for the device.
-        calls: Of Thinwire's functions: the host's time, on a busy machine too.
-    """
-
-    launches: int
-    waits: int
-    calls: int
+# CUDA does not promise the same bits of these every time, nor of sums of floats in turn.
+UNORDERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "kthvalue", "histc", "bincount"}
 
 
 class Counting(TorchDispatchMode):
-    """Counts while it is on; what is asked of a tensor without values is answered with one, or true."""
+    """Counts while it is on; what is asked of a tensor without values is answered with one, or true.
+
+    Attributes:
+        launches: Operations of torch's that launch a kernel or some, and Triton's kernels.
+        waits: Operations for which the host waits for the device.
+        unordered: Operations that may not have the same bits every time.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.unordered: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
+        base = name if name in FREE else name.removesuffix("_")
+        adds_up = base in ("cumsum", "cumprod", "logcumsumexp") and args[0].is_floating_point()
+        accumulates = base in ("index_put", "put") and True in (args[3:4], kwargs.get("accumulate"))
+        if base in UNORDERED or adds_up or accumulates:
+            self.unordered.append(name)
         given = list(tensors_in((*args, *kwargs.values())))
         if any(tensor.is_meta for tensor in given) and name in ("_local_scalar_dense", "equal", "is_nonzero"):
             self.waits[name] += 1
@@ -87,8 +84,7 @@ class Counting(TorchDispatchMode):
             return out
         if "cpu" in devices and name in ("_to_copy", "copy_") and any(tensor.dim() for tensor in given):
             self.waits[f"{name} between devices"] += not _is_pinned()
-        base = name if name in FREE else name.removesuffix("_")
-        if name not in FREE and base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
+        if base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
             self.launches[name] += 1
         return out
 
@@ -187,39 +183,24 @@ def by_triton() -> AbstractContextManager[object]:
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 
 
-def counted(run: Callable[[], object]) -> Counted:
-    """Return what the third run of a step costs."""
+def counted(engine: Engine, shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[Counting]:
+    """Return what each of three steps costs, which average the same tensors."""
+    buckets, steps = buckets_of(shapes, dtype), list[Counting]()
+    flats = flats_of(buckets)
     with on_meta():
-        for _ in range(2):
-            with Counting():
-                run()
-        with Counting() as counting:
-            calls = _calls_in(run)
-    return Counted(sum(counting.launches.values()), sum(counting.waits.values()), calls)
-
-
-def _calls_in(run: Callable[[], object]) -> int:
-    """Return how many calls of Thinwire's functions this makes."""
-    calls = 0
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(OUR_CODE)
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return calls
+        for _ in range(3):
+            with Counting() as step:
+                engine.average(zip(buckets, flats, strict=True))
+            steps.append(step)
+    return steps
 
 
 # Models, as DDP's buckets: parameters in reverse, 1 MiB first, then 25 MiB each.
 
 
-def gpt2_small() -> dict[str, tuple[int, ...]]:
+def gpt2_small() -> Shapes:
     """The shapes of GPT-2 small, 124 million parameters."""
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768)}
+    shapes: Shapes = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768)}
     for layer in range(12):
         block = f"h.{layer}."
         for name, shape in {
@@ -231,9 +212,7 @@ def gpt2_small() -> dict[str, tuple[int, ...]]:
     return {**shapes, "ln_f.weight": (768,), "ln_f.bias": (768,)}
 
 
-def buckets_of(
-    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
-) -> list[tuple[ParameterSpec, ...]]:
+def buckets_of(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
     """Return the buckets that DDP would make of parameters of some shapes."""
     buckets: list[list[ParameterSpec]] = [[]]
     limit_bytes, held_bytes = 1 << 20, 0
