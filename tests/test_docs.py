@@ -29,6 +29,7 @@ FAQ = PAGES["faq.md"]
 def test_every_error_stands_in_the_list_of_errors() -> None:
     headings = re.findall(r"^## (\w+)$", FAQ, re.MULTILINE)
     assert set(errors.__all__) <= set(headings)
+    assert all(issubclass(getattr(errors, name), errors.ThinwireError) for name in errors.__all__)
 
 
 def test_the_table_of_all_messages_is_what_the_code_says() -> None:
@@ -43,31 +44,6 @@ def test_the_algorithm_of_the_page_passes_the_page_s_test() -> None:
     assert "compression_ratio > 7" in shown
     assert '--8<-- "tests/in_turn.py"' in page
     exec(compile(shown, "own-algorithm.md", "exec"), {"torch": torch, "InTurn": in_turn.InTurn})
-
-
-def test_the_table_has_no_message_that_can_not_occur() -> None:
-    import errors_page  # noqa: PLC0415 - as above
-
-    code = """
-def refuse(a, b):
-    words = "no first kind"
-    if a:
-        raise ConfigError(f"{words}; one")
-    words = "no second kind"
-    if b:
-        words = "no third kind"
-    raise ConfigError(f"{words}; two")
-"""
-    (function,) = ast.parse(code).body
-    raised = [node.args[0] for node in ast.walk(function) if isinstance(node, ast.Call)]
-    said = set().union(*(errors_page.messages(message, function) for message in raised))
-    assert said == {"no first kind; one", "no second kind; two", "no third kind; two"}
-
-
-def test_messages_are_short() -> None:
-    rows = re.findall(r"^\| \w+ \| (.*) \|$", PAGES["errors.md"], re.MULTILINE)
-    assert len(rows) > 300
-    assert not [said for said in rows if len(re.sub(r"[…\\]", "", said)) > 200]
 
 
 @pytest.fixture(scope="module")
