@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +47,7 @@ class Counting(TorchDispatchMode):
         launches: Operations of torch's that launch a kernel or some, and Triton's kernels.
         waits: Operations for which the host waits for the device.
         unordered: Operations that may not have the same bits every time.
+        in_float64: Operations that make float64, which not every accelerator has.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class Counting(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.unordered: list[str] = []
+        self.in_float64: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,7 +73,7 @@ class Counting(TorchDispatchMode):
             return 1
         if name == "_to_copy" and given[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.waits[name] += 1  # `tolist`
-            return torch.zeros(given[0].shape, dtype=given[0].dtype)
+            return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
         if given and name.endswith("_") and name not in FREE and all(tensor.is_meta for tensor in given):
             out = args[0] if func._schema.returns else None  # in place, of what has no values: nothing to do
         elif name == "threshold":  # frequent, and slow in torch where there are no values
@@ -79,6 +81,8 @@ class Counting(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         results = list(tensors_in((out,)))
+        if any(tensor.is_meta and tensor.dtype == torch.float64 for tensor in results):
+            self.in_float64.append(name)
         devices = {tensor.device.type for tensor in [*given, *results]}
         if "meta" not in devices:
             return out
@@ -186,7 +190,8 @@ def by_triton() -> AbstractContextManager[object]:
 def counted(engine: Engine, shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[Counting]:
     """Return what each of three steps costs, which average the same tensors."""
     buckets, steps = buckets_of(shapes, dtype), list[Counting]()
-    flats = flats_of(buckets)
+    numels = [sum(spec.numel for spec in bucket) for bucket in buckets]
+    flats = [torch.empty(numel, dtype=dtype, device="meta") for numel in numels]
     with on_meta():
         for _ in range(3):
             with Counting() as step:
@@ -224,11 +229,3 @@ def buckets_of(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[tuple
         buckets[-1].append(spec)
         held_bytes += spec.gradient_bytes
     return [tuple(bucket) for bucket in buckets]
-
-
-def flats_of(buckets: Sequence[tuple[ParameterSpec, ...]]) -> list[torch.Tensor]:
-    """Return gradients of buckets, without values."""
-    return [
-        torch.empty(sum(spec.numel for spec in bucket), dtype=bucket[0].dtype, device="meta")
-        for bucket in buckets
-    ]
