@@ -5,7 +5,6 @@ The real code runs on tensors of the device "meta": all that it does there it wo
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +21,6 @@ from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
-from thinwire.tensors.accelerators import to_device_async
 
 # Views, allocations and questions to the host's own part of a tensor launch nothing.
 FREE = {
@@ -85,20 +83,10 @@ class Counting(TorchDispatchMode):
         if "meta" not in devices:
             return out
         if "cpu" in devices and name in ("_to_copy", "copy_") and any(tensor.dim() for tensor in given):
-            self.waits[f"{name} between devices"] += not _is_pinned()
+            self.waits[f"{name} between devices"] += not kwargs.get("non_blocking")
         if base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
             self.launches[name] += 1
         return out
-
-
-def _is_pinned() -> bool:
-    """Whether it is `to_device_async` that copies: from other memory the host waits, asked not to or not."""
-    frame = sys._getframe()
-    while (above := frame.f_back) is not None:
-        if above.f_code is to_device_async.__code__:
-            return True
-        frame = above
-    return False
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
