@@ -37,21 +37,14 @@ UNORDERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "kthv
 
 
 class Counting(TorchDispatchMode):
-    """Counts while it is on; what is asked of a tensor without values is answered with one, or true.
-
-    Attributes:
-        launches: Operations of torch's that launch a kernel or some, and Triton's kernels.
-        waits: Operations for which the host waits for the device.
-        unordered: Operations that may not have the same bits every time.
-        in_float64: Operations that make float64, which not every accelerator has.
-    """
+    """Counts while it is on; what is asked of a tensor without values is answered with one, or true."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.launches: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self.unordered: list[str] = []
-        self.in_float64: list[str] = []
+        self.launches: Counter[str] = Counter()  # of kernels, by torch or Triton
+        self.waits: Counter[str] = Counter()  # of the host for the device
+        self.unordered: list[str] = []  # operations that may not have the same bits every time
+        self.in_float64: list[str] = []  # operations that make what not every accelerator has
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
