@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,24 @@ def test_every_error_stands_in_the_list_of_errors() -> None:
     assert all(issubclass(getattr(errors, name), errors.ThinwireError) for name in errors.__all__)
 
 
-def test_the_table_of_all_messages_is_what_the_code_says() -> None:
-    import errors_page  # noqa: PLC0415 - it parses the whole package
+# By the script that makes them.
+MADE: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "tests/errors_page.py": ("docs/errors.md", lambda script: script.page()),
+    "benchmarks/results_page.py": ("docs/results.md", lambda script: script.text()),
+    "benchmarks/loss_gaps.py": ("src/thinwire/advice/loss_gaps.json", lambda script: script.text()),
+    "scripts/calculator_constants.py": (
+        "docs/calculator.json",
+        lambda script: json.dumps(script.constants(), indent=1) + "\n",
+    ),
+}
 
-    assert errors_page.PAGE.read_text() == errors_page.page(), "python tests/errors_page.py"
+
+@pytest.mark.parametrize("script", MADE)
+def test_what_a_script_makes_is_what_it_has_made(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not, run it."""
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    path, text = MADE[script]
+    assert (ROOT / path).read_text(encoding="utf-8") == text(importlib.import_module(Path(script).stem))
 
 
 def test_the_algorithm_of_the_page_passes_the_page_s_test() -> None:

@@ -19,7 +19,7 @@ import thinwire
 from advice.ways import advice_of, network, only_priced, way
 from processes import in_each_process
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice
+from thinwire.advice import Advice, timeline
 from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss, priced
 from thinwire.advice.prediction import Prediction
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
@@ -163,33 +163,27 @@ def test_messages_are_priced_by_what_carries_them() -> None:
 
 def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events here are recorded a millisecond apart, and have no times before the device was waited for."""
-    recorded: list[object] = []
-    is_done: list[torch.device] = []
+    recorded: list[Event] = []
+    waited: list[torch.device] = []
 
     class Event:
-        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
-            assert (device.type, enable_timing) == ("cuda", True)
-
-        def record(self, stream: object) -> None:
-            assert stream == "its stream"
+        def __init__(self, device: torch.device) -> None:
             recorded.append(self)
 
         def elapsed_time(self, end: Event) -> float:
-            assert is_done
+            assert waited
             return float(recorded.index(end) - recorded.index(self))
 
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "its stream")
-    monkeypatch.setattr(torch.accelerator, "synchronize", is_done.append)
-    device = torch.device("cuda", 1)
-    stopwatch = Stopwatch(3, device)
+    monkeypatch.setattr(timeline, "record_event", Event)
+    monkeypatch.setattr(timeline, "wait_for", waited.append)
+    stopwatch = Stopwatch(3, torch.device("cuda", 1))
     stopwatch.start()
     work = stopwatch.transport.mean(torch.ones(2), "a mean")
     stopwatch.transport.all_reduce(torch.ones(1), "never waited for")
     work.wait()
-    timeline = stopwatch.timeline()
-    assert (is_done, timeline.seconds) == ([device], 0.004)
-    times = [(message.at_seconds, message.waited_seconds) for message in timeline.sent]
+    found = stopwatch.timeline()
+    assert (waited, found.seconds) == ([torch.device("cuda", 1)], 0.004)
+    times = [(message.at_seconds, message.waited_seconds) for message in found.sent]
     assert times == [(0.001, 0.003), (0.002, 0.004)]
 
 

@@ -31,17 +31,6 @@ from thinwire.probe.measured_link import MeasuredLink
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_is_shipped_is_what_the_script_makes_of_the_result_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If not: `python benchmarks/loss_gaps.py`."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import loss_gaps as script  # noqa: PLC0415 - of a folder that is no package
-
-    assert script.SHIPPED.read_text(encoding="utf-8") == script.text()
-    assert len(loss_gaps()) > 50
-
-
 def test_every_row_has_a_source_that_is_there() -> None:
     for gap in loss_gaps():
         assert (ROOT / gap.source).is_file()

@@ -132,7 +132,7 @@ def on_meta() -> Iterator[None]:
 
 def _address(tensor: torch.Tensor) -> int:
     """Return an address that is the storage's alone as long as it lives, and then another's."""
-    number = tensor.untyped_storage()._cdata // 16 % (1 << 23)
+    number = int(tensor.untyped_storage()._cdata) // 16 % (1 << 23)
     return (number << 40) + int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -43,14 +43,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         dist.destroy_process_group()
 
 
-def train(device: Device, algorithm: Algorithm, *, forgets: bool = False, **settings: bool) -> set[int]:
+def train(
+    device: Device, algorithm: Algorithm, *, host_check: bool = True, forgets: bool = False
+) -> set[int]:
     """Train a DDP model; return the streams that waited for messages."""
     model = DistributedDataParallel(
         torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(NUM_BUCKETS))), bucket_cap_mb=0.002
     )
     transport = SimulatedNCCL(device, forgets=forgets)
     with device:
-        adapter = adapter_of(model, algorithm, transport, Settings.of(**settings))
+        adapter = adapter_of(model, algorithm, transport, Settings.of(host_check=host_check))
         switched(model, lambda: adapter, ATTACHED)
         # In the first step DDP learns the order of its buckets.
         for _ in range(NUM_STEPS):
