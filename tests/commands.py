@@ -25,7 +25,6 @@ from typing import IO, Any
 from processes import Process, context, end, enter, finish, print_stacks, process, redirect
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-WITHOUT_PACKAGE = str(Path(__file__).with_name("without_package.py"))
 TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.\d{9})")
 
 

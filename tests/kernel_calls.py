@@ -69,29 +69,15 @@ def check_a_step(
     matrix_rank: int,
     *,
     dtype: torch.dtype = torch.float32,
-    scale: float | None = None,
-    healthy: bool | None = None,
-    all_owe: bool = True,
-    projects_first: bool = False,
-    basis_is_left: bool = True,
-    distance: int = 0,
+    scale: float | None = None,  # of the loss
+    healthy: bool | None = None,  # None: the host decides, not the device
+    all_owe: bool = True,  # or the second matrix of each shape has no residual
+    projects_first: bool = False,  # what is computed first adds the residuals
+    basis_is_left: bool = True,  # the means are of projections, not of products
+    distance: int = 0,  # elements between two matrices
     device: str = "cpu",
 ) -> None:
-    """Compare with float64: products, projections, and what becomes of gradients and residuals.
-
-    Args:
-        kernels: The backend's.
-        shapes: Of two matrices each, in one bucket.
-        matrix_rank: At most, of each.
-        dtype: Of the gradients.
-        scale: The loss scale.
-        healthy: Whether the step is, if the device decides.
-        all_owe: Whether each matrix has a residual; else the second of each shape has none.
-        projects_first: Which is computed first, and so adds the residuals.
-        basis_is_left: Whether the means are of projections, and not of products.
-        distance: Elements between two matrices.
-        device: Where all of it is.
-    """
+    """Compare a step of two matrices of each shape with float64, and the residuals that it leaves."""
     draw, wide = Drawing(device), torch.promote_types(dtype, torch.float32)
     loss_scale, factor = (None, 1.0) if scale is None else (torch.tensor(scale, device=device), scale)
     flag = None if healthy is None else torch.tensor(healthy, device=device)

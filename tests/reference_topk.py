@@ -36,14 +36,9 @@ def rounded(values: Array, bits: int) -> Array:
 
 @dataclass
 class Reference:
-    """Members that average what they have.
+    """Members that average what they have."""
 
-    Attributes:
-        sizes: Elements of each parameter.
-        num_members: Members of the group.
-    """
-
-    sizes: Sequence[int]
+    sizes: Sequence[int]  # of the parameters
     num_members: int
     density: float
     bits: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -62,9 +62,8 @@ def joined(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way]
 @contextmanager
 def overlapped(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Way]:
     model = DistributedDataParallel(module)
-    torchs = torch.optim.SGD(module.parameters(), lr=0.1)  # the only kind that it accepts
-    sync = thinwire.overlap_forward(model, Quantize(bits=8), torchs)
-    yield torch.compiler.disable(model), torchs.step  # type: ignore[no-untyped-call] # it refuses compiled models
+    sync = thinwire.overlap_forward(model, Quantize(bits=8), optimizer)
+    yield torch.compiler.disable(model), optimizer.step  # type: ignore[no-untyped-call] # it refuses compiled models
     sync.flush()
     assert sync.stats().compression_ratio > 2
 
@@ -92,24 +91,11 @@ def averaged(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Wa
         yield module, optimizer.step
 
 
-class Descent(torch.optim.Optimizer):
-    """Compiled sooner than torch's."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter.sub_(0.1 * parameter.grad)
-
-
 def trained(open_way: Any, compile_: Callable[[Any], Any] = lambda function: function) -> list[Tensor]:
     """Train for three steps, with all that the loop calls compiled by a function; return the parameters."""
     torch.manual_seed(7)
     module = nn.Linear(24, 8)
-    optimizer = Descent(module.parameters())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with open_way(module, optimizer) as (model, step), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, where it imports its compiler
         forward = compile_(lambda batch: model(batch).square().mean())

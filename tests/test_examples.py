@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ from commands import EXAMPLES, assert_compressed_and_agreed, run_processes, run_
 
 NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 OTHERS = ["optimizer_step", "uneven_inputs", "local_sgd", pytest.param("diloco_muon", marks=NEEDS_MUON)]
-
-
-def test_an_example_is_at_most_a_screen_and_a_half_and_begins_with_its_command() -> None:
-    for path in EXAMPLES.glob("*.py"):
-        lines = path.read_text().splitlines()
-        assert len(lines) <= 80, path
-        assert re.search(rf" Run: (torchrun|thinwire run|python) .*examples/{path.name}\b", lines[0]), path
 
 
 def test_the_plain_one_runs_under_torchrun(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -229,63 +227,33 @@ def test_the_first_failure_is_the_labs_as_a_shell_tells_it_and_ends_the_others(
 
 @real
 @pytest.mark.parametrize(
-    ("number", "is_deaf"),
-    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True)],
-    ids=["Ctrl-C", "SIGTERM", "nobody listens"],
+    ("number", "is_deaf", "link"),
+    [
+        (signal.SIGINT, False, []),
+        (signal.SIGTERM, True, []),
+        (signal.SIGKILL, False, []),
+        # With so much jitter the lab does not refuse a computer that is busy.
+        (signal.SIGKILL, False, ["--latency=200ms", "--jitter=180ms"]),
+    ],
+    ids=["Ctrl-C", "nobody listens", "killed outright", "a relay, killed outright"],
 )
-def test_a_signal_is_passed_on_and_nothing_is_left(
-    number: signal.Signals, is_deaf: bool, tmp_path: Path
+def test_however_it_ends_nothing_is_left(
+    number: signal.Signals, is_deaf: bool, link: list[str], tmp_path: Path
 ) -> None:
-    """Ctrl-C on a terminal is a signal to all that the lab has not put elsewhere; what was sent is told."""
+    """Not even what the hosts' processes have started in sessions of their own."""
     report = tmp_path / "report.json"
-    deaf = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); "
-    options = ("--machines=2", f"--grace-seconds={0.3 if is_deaf else 5}", f"--report={report}")
-    with started_lab(*options, code=deaf * is_deaf + SLEEP) as (lab, mark):
-        wait_for_commands(mark, {HOLDER: 3, PYTHON: 2})  # one namespace more than machines
+    options = ("--machines=2", f"--grace-seconds={0.3 if is_deaf else 100}", f"--report={report}", *link)
+    code = "import signal, subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); "
+    code += "signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); " * is_deaf + SLEEP
+    with started_lab(*options, code=code) as (lab, mark):
+        # One namespace more than machines; the relay is one more Python.
+        wait_for_commands(mark, {HOLDER: 3, PYTHON: 2 + bool(link), b"sleep\x0060\0": 2})
+        # Ctrl-C on a terminal is a signal to all that the lab has not put elsewhere.
         (os.killpg if number == signal.SIGINT else os.kill)(lab.pid, number)
-        assert lab.wait() == 128 + number
+        exit_code = lab.wait()
         wait_for(lambda: not alive(mark))
-    assert json.loads(report.read_text())["exit_code"] == 128 + number
-
-
-@real
-# With so much jitter the lab does not refuse a computer that is busy.
-@pytest.mark.parametrize("options", [[], ["--latency=200ms", "--jitter=180ms"]], ids=["bridge", "relay"])
-def test_killed_outright_it_leaves_nothing(options: list[str]) -> None:
-    """Not even what the hosts' processes have started, in sessions of their own."""
-    code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
-    with started_lab("--machines=2", *options, code=code) as (lab, mark):
-        commands = {HOLDER: 3, PYTHON: 2 + bool(options)}  # the relay is one
-        wait_for_commands(mark, {**commands, b"sleep\x0060\0": 2})
-        lab.kill()
-        lab.wait()
-        wait_for(lambda: not alive(mark))
-
-
-@real
-@pytest.mark.skipif(os.geteuid() != 0, reason="whoever is not root tests this all the time")
-def test_as_somebody_who_is_not_root() -> None:
-    """In a user namespace. Root's folders are closed to others, so what is needed is mounted elsewhere."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        needed = {"base": sys.base_prefix, "site": sysconfig.get_path("purelib"), "source": str(SOURCE)}
-        for name in needed:
-            Path(folder, name).mkdir()
-        mounts = [f"mount --bind '{path}' '{folder}/{name}'" for name, path in needed.items()]
-        nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
-        python = f"{folder}/base/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-        lab = f"{python} -m thinwire lab --machines=2 --rate=100mbit -- {python} -S -c 'print(1)'"
-        found = f"env PYTHONHOME={folder}/base PYTHONPATH={folder}/source:{folder}/site"
-        script = " && ".join([*mounts, f"cd {folder}", f"exec {nobody} {found} {lab}"])
-        done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("] 1\n") == 2
+    if number != signal.SIGKILL:
+        assert exit_code == json.loads(report.read_text())["exit_code"] == 128 + number
 
 
 def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,33 +20,22 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.factors import random_rows
 from thinwire.powersgd import Aggregator, AlgorithmAggregator, AllReduce, Config, PowerSGD, optimizer_step
-from training import agreed, flat, gathered
+from training import agreed, batch_of, flat, gathered, new_model
 
 PAIRS = [[0, 1], [2, 3]]
 AT_ONCE = Config(rank=2, start_compressing_after_num_steps=0)
 
 
-def new_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(7)
-    layers = [nn.Conv2d(3, 24, 3), nn.Flatten(), nn.Linear(24 * 16, 40), nn.Tanh(), nn.Linear(40, 40)]
-    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(40, 8)).to(dtype)
-
-
-def loss_of(model: nn.Module, step: int, process_rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(1_000 * step + process_rank)
-    loss: Tensor = model(torch.randn(8, 3, 6, 6, generator=generator).to(dtype)).square().mean()
-    return loss
-
-
-def backward(model: nn.Module, step: int, process_rank: int, dtype: torch.dtype = torch.float32) -> None:
-    torch.autograd.backward(loss_of(model, step, process_rank, dtype))
+def backward(model: nn.Module, step: int) -> None:
+    dtype, process_rank = next(model.parameters()).dtype, dist.get_rank() if dist.is_initialized() else 0
+    torch.autograd.backward(model(batch_of(step, process_rank).to(dtype)).square().mean())
 
 
 def train(model: nn.Module, aggregator: Aggregator, steps: range) -> Tensor:
     """The parameters afterwards."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps:
-        backward(model, step, dist.get_rank() if dist.is_initialized() else 0)
+        backward(model, step)
         assert optimizer_step(optimizer, aggregator)
     return flat(model)
 
@@ -70,7 +59,7 @@ def test_the_config_has_the_references_names_and_defaults() -> None:
 @in_each_process(2)
 def test_the_same_as_a_plain_float64_reference(matrix_rank: int, iterations: int, start_after: int) -> None:
     """Direct `aggregate` calls, so that the errors left in the input are compared as well."""
-    shapes = [tuple(p.shape) for p in new_model().parameters()]
+    shapes: list[tuple[int, ...]] = [(24, 3, 3, 3), (24,), (40, 384), (40,), (40, 40), (40,), (8, 40), (8,)]
     powersgd = PowerSGD(map(torch.zeros, shapes), Config(matrix_rank, 1.5, iterations, start_after))
     bases = {
         index: random_rows(0, (min(matrix_rank, shape[0]), shape[0]), torch.device("cpu")).T.double().numpy()
@@ -102,7 +91,7 @@ def test_the_same_as_a_plain_float64_reference(matrix_rank: int, iterations: int
 def test_with_and_without_zero_grad(dtype: torch.dtype) -> None:
     ends = []
     for set_to_none in (None, True, False):
-        model = new_model(dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = new_model(dtype=dtype)
         parameters = list(model.parameters())
         groups: list[dict[str, Any]] = [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}]
         optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
@@ -110,7 +99,7 @@ def test_with_and_without_zero_grad(dtype: torch.dtype) -> None:
         for step in range(6):
             if set_to_none is not None:
                 optimizer.zero_grad(set_to_none=set_to_none)
-            backward(model, step, dist.get_rank(), dtype)
+            backward(model, step)
             assert optimizer_step(optimizer, powersgd)
         assert powersgd.stats().steps == 6
         assert powersgd.stats().compression_ratio > 2
@@ -128,7 +117,7 @@ def test_all_reduce_is_plain_data_parallel() -> None:
     for step in range(3):
         alone.zero_grad()
         for process_rank in range(2):
-            torch.autograd.backward(loss_of(single, step, process_rank) / 2)
+            torch.autograd.backward(single(batch_of(step, process_rank)).square().mean() / 2)
         alone.step()
     assert (flat(model) - flat(single)).abs().max() < 1e-6
 
@@ -343,7 +332,7 @@ def test_unscaled_too_early_is_told() -> None:
     model, scaler = new_model(), GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     powersgd = PowerSGD(model.parameters(), AT_ONCE, grad_scaler=scaler)
-    torch.autograd.backward(scaler.scale(model(torch.ones(1, 3, 6, 6)).sum()))
+    torch.autograd.backward(scaler.scale(model(torch.ones(1, 24)).sum()))
     scaler.unscale_(optimizer)
     with pytest.raises(thinwire.StepError, match="unscale_"):
         optimizer_step(optimizer, powersgd)

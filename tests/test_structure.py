@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -13,8 +12,6 @@ from types import ModuleType
 import pytest
 
 import thinwire
-from commands import run_python
-from thinwire import errors
 
 SOURCE = Path(thinwire.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
@@ -169,48 +166,3 @@ def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() ->
     members = re.search(r"^::: thinwire.GradientSync\n    options:\n      members: \[(.*)\]", REFERENCE, re.M)
     assert members is not None
     assert members[1].split(", ") == shown
-
-
-# In a forked process, which has imported torch and much more: all but torch is forgotten, strangers refused.
-IMPORT = """
-import importlib.abc, json, sys
-standard = sys.stdlib_module_names | {"torch", "__main__", "__mp_main__"}
-for name in [each for each in sys.modules if each.partition(".")[0] not in standard]:
-    del sys.modules[name]
-strangers = []
-
-class Refusing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in standard | {"thinwire"}:
-            strangers.append(name)
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Refusing())
-import thinwire
-thinwire.attach
-found = {"strangers": list(strangers), "all": list(sys.modules)}
-named = [thinwire.checkpoint.save, thinwire.powersgd.Config, hasattr(thinwire, "nothing")]
-print(json.dumps({**found, "named": list(map(str, named))}))
-"""
-LATER = ("demo", "cli", "checkpoint", "powersgd", "integrations", "advice", "local_sgd")
-
-
-def test_importing_thinwire_imports_only_torch_and_itself(tmp_path: Path) -> None:
-    script = tmp_path / "imports.py"
-    script.write_text(IMPORT)
-    done = run_python(str(script))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["strangers"] == []
-    assert "thinwire.sync.engine" in found["all"]
-    later = tuple(f"thinwire.{name}" for name in LATER)
-    assert [name for name in found["all"] if name.startswith(later)] == []
-    # What the docs name without an import is imported then.
-    assert "function save" in found["named"][0]
-    assert found["named"][-1] == "False"
-
-
-def test_every_error_is_in_the_tree_and_in_its_picture() -> None:
-    for name in errors.__all__:
-        assert issubclass(getattr(errors, name), errors.ThinwireError)
-        assert name in (errors.__doc__ or "")

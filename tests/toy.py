@@ -64,16 +64,8 @@ class AroundTrend(Algorithm):
 
 @dataclass(frozen=True)
 class AroundTrendPlan(BucketPlan):
-    """Of one bucket.
-
-    Attributes:
-        num_members: Members of the group.
-        share: Elements that each of them averages.
-        decay: Of the trend.
-    """
-
     num_members: int
-    share: int
+    share: int  # elements that each member averages
     decay: float
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:

@@ -19,7 +19,7 @@ import thinwire
 from advice.ways import advice_of, network, only_priced, way
 from processes import in_each_process
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice
+from thinwire.advice import Advice, timeline
 from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss, priced
 from thinwire.advice.prediction import Prediction
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
@@ -92,18 +92,15 @@ def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None
     assert [prediction.name for prediction in advice.tied] == ["rank 1", "rank 4"]
     assert advice.best is four
     assert advice.compress
-    text = str(advice)
-    assert text.splitlines()[:3] == [
+    lines = str(advice).splitlines()
+    assert lines[:3] == [
         "Do this: use(rank 4)",
         "A step takes 52.0 ms, with 16 bits 100.0 ms, without any averaging 1.0 ms.",
         "It may lose 2.0 %: compare losses.",
     ]
-    assert "as far as can be told: rank 1; rank 4." in text
-    assert "Of these, rank 4 is expected to lose the least; of equal gaps the most bits win." in text
     # Less is better everywhere: half the time is 50, not 2.00.
-    rows = [line.split() for line in text.splitlines()]
-    assert ["computing", "alone", "1.0", "1"] in rows
-    assert ["rank", "1", "50.0", "49.0", "–", "51.0", "50"] in [row[:7] for row in rows]
+    rows = [line.split()[:7] for line in lines]
+    assert ["rank", "1", "50.0", "49.0", "–", "51.0", "50"] in rows
     assert advised(one, predicted("rank 4", 52, 54, 2)).best is one
 
 
@@ -118,7 +115,6 @@ def test_what_ties_is_what_is_chosen_from() -> None:
     assert tied(predicted("rank 1", 60, 99.5, 3, 10), predicted("rank 4", 79, 81, 2)) == ["rank 4"]
     noisy = advised(predicted("rank 1", 80, 99.5, 3, 10))
     assert noisy.best is noisy.baseline
-    assert "No approximation within the budget wins more than 5% for sure." in str(noisy)
     # Of ties in time and loss the most bits win, and DDP as it is before 16 bits.
     four, two = predicted("4 bits", 70, 74, 1, 140), predicted("2 bits", 70, 73, 1, 70)
     assert advised(two, four).best is four
@@ -131,12 +127,7 @@ def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
     bits, low = predicted("16 bits", 95, 115, 0, 500), predicted("rank 1", 94, 104, 3, 10)
     advice = advice_of(low, careful=(plain, bits), compute_ms=98)
     assert advice.best is plain
-    text = str(advice)
-    assert text.startswith(
-        "Do this: leave DDP as it is\nA step takes 100.0 ms, without any averaging 98.0 ms.\n"
-    )
-    assert "Nothing more to win: a step takes about as long without any averaging." in text
-    assert "AllReduce(), DDP as it is" in text
+    assert str(advice).startswith("Do this: leave DDP as it is\nA step takes 100.0 ms, without any averaging")
     # As large as 16 bits' in a model of bf16: there is no reason to add anything.
     small = replace(plain, sent_bytes=500)
     assert advice_of(low, careful=(small, bits)).best is small
@@ -144,9 +135,8 @@ def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
     quick = replace(bits, low_seconds=0.05, step_seconds=0.06, high_seconds=0.07)
     assert advice_of(low, careful=(plain, quick), compute_ms=98).best is plain
     faster = advice_of(low, careful=(plain, quick))
-    assert "A step takes 60.0 ms, with DDP as it is 100.0 ms, without any" in str(faster)
-    assert "A step still waits 50.0 ms for messages: LocalSGD and DiLoCo average" in str(faster)
-    assert "Another optimizer, Muon in LocalSGD(every_steps=5, algorithm=TopK()), would wait" in str(faster)
+    assert faster.best is quick
+    assert "Another optimizer, Muon in LocalSGD(" in str(faster)
     assert "Another optimizer" not in str(replace(faster, optimizer="SGD"))
 
 
@@ -173,33 +163,27 @@ def test_messages_are_priced_by_what_carries_them() -> None:
 
 def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events here are recorded a millisecond apart, and have no times before the device was waited for."""
-    recorded: list[object] = []
-    is_done: list[torch.device] = []
+    recorded: list[Event] = []
+    waited: list[torch.device] = []
 
     class Event:
-        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
-            assert (device.type, enable_timing) == ("cuda", True)
-
-        def record(self, stream: object) -> None:
-            assert stream == "its stream"
+        def __init__(self, device: torch.device) -> None:
             recorded.append(self)
 
         def elapsed_time(self, end: Event) -> float:
-            assert is_done
+            assert waited
             return float(recorded.index(end) - recorded.index(self))
 
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "its stream")
-    monkeypatch.setattr(torch.accelerator, "synchronize", is_done.append)
-    device = torch.device("cuda", 1)
-    stopwatch = Stopwatch(3, device)
+    monkeypatch.setattr(timeline, "record_event", Event)
+    monkeypatch.setattr(timeline, "wait_for", waited.append)
+    stopwatch = Stopwatch(3, torch.device("cuda", 1))
     stopwatch.start()
     work = stopwatch.transport.mean(torch.ones(2), "a mean")
     stopwatch.transport.all_reduce(torch.ones(1), "never waited for")
     work.wait()
-    timeline = stopwatch.timeline()
-    assert (is_done, timeline.seconds) == ([device], 0.004)
-    times = [(message.at_seconds, message.waited_seconds) for message in timeline.sent]
+    found = stopwatch.timeline()
+    assert (waited, found.seconds) == ([torch.device("cuda", 1)], 0.004)
+    times = [(message.at_seconds, message.waited_seconds) for message in found.sent]
     assert times == [(0.001, 0.003), (0.002, 0.004)]
 
 

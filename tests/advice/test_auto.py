@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,41 +27,6 @@ from thinwire.sync import Engine, engine_of
 from thinwire.watch import read_run
 from training import error_of, told_by_all
 from watch.test_watch import train as train_on
-
-# What is chosen, from numbers
-
-
-def chooser_for(optimizer: str, budget_loss: float = 0.005, total_steps: int | None = 2000) -> Auto:
-    (sync,) = Simulation(AllReduce(), buckets(), num_workers=1).syncs
-    return Auto(sync, Training(optimizer, 2, 10**6, total_steps), Rules(budget_loss, 0.05, 5, 500), [])
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "total_steps", "budget_loss", "expected"),
-    [
-        ("SGD", 400, 0.01, [f"PowerSGD(matrix_rank={matrix_rank})" for matrix_rank in (16, 4, 8)]),
-        ("SGD", 300, 0.01, ["PowerSGD(matrix_rank=16)"]),
-        ("SGD", 400, 0.005, ["PowerSGD(matrix_rank=16)"]),
-        # Gaps of +0.1 and −0.3 % are none, so neither is beyond any budget.
-        ("AdamW", 2000, 0.001, [f"Quantize(bits={bits})" for bits in (8, 6, 4, 2)]),
-        # Two bits lost three per cent in short runs, and it is not known that this one is longer.
-        ("AdamW", 400, 0.005, [f"Quantize(bits={bits})" for bits in (8, 6, 4)]),
-        ("AdamW", None, 0.005, [f"Quantize(bits={bits})" for bits in (8, 6, 4)]),
-        # No one has measured so short a run.
-        ("AdamW", 130, 0.2, []),
-    ],
-)
-def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not(
-    optimizer: str, total_steps: int | None, budget_loss: float, expected: list[str]
-) -> None:
-    chooser = chooser_for(optimizer, budget_loss, total_steps)
-    assert sorted(chooser._candidates) == sorted(["AllReduce()", 'Cast("bf16")', *expected])
-    losses = [chooser._losses[name].order for name in chooser._candidates]
-    assert losses == sorted(losses)
-    # Without a bound, what is unknown as well: last.
-    anything = chooser_for(optimizer, math.inf)
-    assert "TopK(density=1 / 32)" in list(anything._candidates)[-6:]
-
 
 # Members on a link that is given
 
@@ -122,9 +86,8 @@ def test_members_choose_alike_again_when_the_link_changes(
     first, again, second, *others = caplog.messages
     assert len(others) == 2
     assert first.startswith(f"thinwire.auto: from step {ALL_TRIALS} on: A step with PowerSGD(matrix_rank=4)")
-    assert again.startswith('thinwire.auto: Cast("bf16") 20 ms, in its trial Cast("bf16") ')
     assert again.endswith("choosing again")
-    assert "A step with AllReduce() 20 ms. Nothing rougher within the budget wins" in second
+    assert "A step with AllReduce() 20 ms." in second
 
 
 def choosers_of(
@@ -168,8 +131,6 @@ def test_different_arguments_on_a_different_member_are_refused(simulated: Simula
     ("name", "value", "message"),
     [
         ("budget_loss", 50, "got 50; if that is meant as percent, write 0.01 for one percent"),
-        ("optimizer", 0.1, "optimizer must be a torch optimizer, or the name of one"),
-        ("least_gain", 1, "least_gain must be a share below 1"),
         ("total_steps", 0, "total_steps must be a whole number of at least 1, got 0"),
         ("probe_steps", 1, "probe_steps must be a whole number of at least 2, got 1"),
         ("every_steps", 0, "every_steps must be a whole number of at least 2, got 0"),

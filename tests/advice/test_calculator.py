@@ -1,18 +1,11 @@
-"""The site's calculator says what the command says: its constants, answers in Node, the page in a browser."""
+"""The site's calculator says what the command says: its answers in Node."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import pytest
@@ -33,12 +26,6 @@ FACTS: list[dict[str, Any]] = [
         (70, 0.01, 1.25e7, 2, "Lion", 2000),
     )
 ]
-
-
-def test_the_constants_are_those_of_the_package() -> None:
-    made = run_path(str(ROOT / "scripts" / "calculator_constants.py"))["constants"]()
-    written = json.loads((ROOT / "docs" / "calculator.json").read_text())
-    assert written == made, "run scripts/calculator_constants.py"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node runs the calculator")
@@ -63,41 +50,3 @@ def test_the_calculator_says_what_the_command_says() -> None:
                 assert way["stepSeconds"] == pytest.approx(prediction.step_seconds, rel=1e-6)
                 assert way["loss"] == prediction.loss.percent, (facts, prediction.name)
         assert not ways
-
-
-CHROMIUM = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None: ...
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.mark.nightly  # a browser needs both cores for seconds
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium shows the page")
-def test_the_page_shows_in_a_browser_what_the_command_says(tmp_path: Path) -> None:
-    markdown = pytest.importorskip("markdown")
-    page = (ROOT / "docs" / "calculator.md").read_text()
-    folder = tmp_path / "calculator"
-    folder.mkdir()
-    # Headings have ids, like those on the site; the page's own ids must differ from them.
-    (folder / "index.html").write_text(markdown.markdown(page, extensions=["toc"]))
-    for name in ("calculator.js", "calculator_page.js", "calculator.json"):
-        shutil.copy(ROOT / "docs" / name, tmp_path)
-    with served(tmp_path) as address:
-        run = [*CHROMIUM, "--dump-dom", f"--user-data-dir={tmp_path / 'profile'}", f"{address}/calculator/"]
-        shown = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout
-    link = MeasuredLink.of_rate(1e9, 0.0, 2)
-    advice = advise_by_size(350_000_000, 0.8, link, optimizer="AdamW", total_steps=20000)
-    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", shown)]
-    milliseconds = {cells[0].partition(", DDP")[0]: float(cells[1]) for cells in rows if cells}
-    expected = {it.name: 1e3 * it.step_seconds for it in advice.predictions if not it.name.startswith("TopK")}
-    assert milliseconds == pytest.approx({"computing alone": 800.0, **expected}, abs=0.06)
-    assert f"Do this: thinwire.attach(ddp_model, thinwire.{advice.best.name})<" in shown

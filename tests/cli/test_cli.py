@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 
 from processes import Typed
-from thinwire import PowerSGD, Watch, checks, launch
+from thinwire import Cast, checks, launch
 from thinwire.cli import build_app
 from thinwire.errors import ConfigError
-from thinwire.plan import ParameterSpec
-from thinwire.simulation import Simulation
 from thinwire.version import __version__
+from watch.test_report import watched
 
 # What people type. Adding is free; what is here stays.
 SURFACE = {
@@ -172,7 +170,7 @@ COMMANDS_THAT_PRINT = [["--help"], ["report", "{run}", "--output={page}"]]
 def test_output_that_can_not_be_written_is_one_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
-    run = recorded_run(tmp_path)
+    run = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=1)
     filled = [argument.format(run=run, page=tmp_path / "page.html") for argument in arguments]
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -185,19 +183,10 @@ def test_output_that_can_not_be_written_is_one_line(
 def test_output_that_nobody_reads_is_nothing_to_talk_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
-    run = recorded_run(tmp_path)
+    run = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=1)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         done = typed("report", run, f"--output={tmp_path / 'page.html'}")
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
-
-
-def recorded_run(folder: Path) -> Path:
-    """The file of a watched run of one step."""
-    spec = ParameterSpec("weight", (64, 32), (32, 1), torch.float32)
-    simulated = Simulation(PowerSGD(matrix_rank=2), [(spec,)], num_workers=1)
-    with Watch(simulated.syncs[0], folder / "run.jsonl"):
-        assert simulated.step([[torch.ones(64 * 32)]])
-    return folder / "run.jsonl"

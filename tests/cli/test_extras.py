@@ -1,4 +1,4 @@
-"""An integration whose package is not installed says what to install."""
+"""What needs a package that is not installed says what to install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import WITHOUT_PACKAGE, run_python
+from commands import run_python
 from thinwire.errors import MissingExtraError
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +35,30 @@ def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch)
     assert str(raised.value).endswith(f"pip install '.[{extra}]' in a clone of Thinwire")
 
 
+# In a forked process that has imported everything: it forgets some packages, and what has them.
+WITHOUT = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ({0}, "thinwire", "typer")]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys([{0}]))
+runpy.run_module("{1}", run_name="__main__")
+"""
+
+
 def test_lightnings_way_to_register_a_hook_needs_no_lightning() -> None:
-    done = run_python(WITHOUT_PACKAGE, ",".join(PACKAGES["lightning"]), "thinwire.integrations.ddp_hooks")
+    code = WITHOUT.format("'lightning', 'pytorch_lightning'", "thinwire.integrations.ddp_hooks")
+    done = run_python("-u", "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_package_that_the_command_line_lacks_is_named(package: str) -> None:
+    done = run_python("-u", "-c", WITHOUT.format(f"'{package}'", "thinwire"))
+    remedy = "pip install '.[cli]' in a clone of Thinwire"
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"thinwire: the command line needs {package}: {remedy}\n",
+    )
 
 
 def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:

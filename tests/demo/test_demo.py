@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from commands import WITHOUT_PACKAGE, listening_on, run_python, started_python
+from commands import listening_on, run_python, started_python
 from demo import forking
 from processes import Setting, run_fresh, wait_for
 from thinwire import launch
@@ -55,14 +55,6 @@ def test_impossible_options_are_refused_at_once(changes: dict[str, object], mess
 
 
 # The command
-
-
-@pytest.mark.parametrize("package", ["typer", "rich"])
-def test_missing_packages_are_named(package: str) -> None:
-    command = run_python(WITHOUT_PACKAGE, package, "thinwire")
-    assert command.returncode == 2
-    remedy = "pip install '.[cli]' in a clone of Thinwire"
-    assert command.stderr == f"thinwire: the command line needs {package}: {remedy}\n"
 
 
 def test_a_failing_process_is_told_in_one_line(tmp_path: Path) -> None:

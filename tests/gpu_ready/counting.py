@@ -5,29 +5,22 @@ The real code runs on tensors of the device "meta": all that it does there it wo
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-import thinwire
 from thinwire.comm.transport import Message, Transport, Work
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import Backend
 from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.accelerators import to_device_async
+from thinwire.sync import Engine
 
 # Views, allocations and questions to the host's own part of a tensor launch nothing.
 FREE = {
@@ -37,22 +30,10 @@ FREE = {
     "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
 
-OUR_CODE = str(Path(thinwire.__file__).parent)
+Shapes = dict[str, tuple[int, ...]]
 
-
-@dataclass(frozen=True)
-class Counted:
-    """What a step costs on an accelerator.
-
-    Attributes:
-        launches: Operations of torch's that launch a kernel or some, and Triton's kernels.
-        waits: Times that the host waits for the device.
-        calls: Of Thinwire's functions: the host's time, on a busy machine too.
-    """
-
-    launches: int
-    waits: int
-    calls: int
+# CUDA does not promise the same bits of these every time, nor of sums of floats in turn.
+UNORDERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "kthvalue", "histc", "bincount"}
 
 
 class Counting(TorchDispatchMode):
@@ -60,21 +41,28 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.launches: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()  # of kernels, by torch or Triton
+        self.waits: Counter[str] = Counter()  # of the host for the device
+        self.unordered: list[str] = []  # operations that may not have the same bits every time
+        self.in_float64: list[str] = []  # operations that make what not every accelerator has
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
+        base = name if name in FREE else name.removesuffix("_")
+        adds_up = base in ("cumsum", "cumprod", "logcumsumexp") and args[0].is_floating_point()
+        accumulates = base in ("index_put", "put") and True in (args[3:4], kwargs.get("accumulate"))
+        if base in UNORDERED or adds_up or accumulates:
+            self.unordered.append(name)
         given = list(tensors_in((*args, *kwargs.values())))
         if any(tensor.is_meta for tensor in given) and name in ("_local_scalar_dense", "equal", "is_nonzero"):
             self.waits[name] += 1
             return 1
         if name == "_to_copy" and given[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.waits[name] += 1  # `tolist`
-            return torch.zeros(given[0].shape, dtype=given[0].dtype)
+            return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
         if given and name.endswith("_") and name not in FREE and all(tensor.is_meta for tensor in given):
             out = args[0] if func._schema.returns else None  # in place, of what has no values: nothing to do
         elif name == "threshold":  # frequent, and slow in torch where there are no values
@@ -82,25 +70,16 @@ class Counting(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         results = list(tensors_in((out,)))
+        if any(tensor.is_meta and tensor.dtype == torch.float64 for tensor in results):
+            self.in_float64.append(name)
         devices = {tensor.device.type for tensor in [*given, *results]}
         if "meta" not in devices:
             return out
         if "cpu" in devices and name in ("_to_copy", "copy_") and any(tensor.dim() for tensor in given):
-            self.waits[f"{name} between devices"] += not _is_pinned()
-        base = name if name in FREE else name.removesuffix("_")
-        if name not in FREE and base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
+            self.waits[f"{name} between devices"] += not kwargs.get("non_blocking")
+        if base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
             self.launches[name] += 1
         return out
-
-
-def _is_pinned() -> bool:
-    """Whether it is `to_device_async` that copies: from other memory the host waits, asked not to or not."""
-    frame = sys._getframe()
-    while (above := frame.f_back) is not None:
-        if above.f_code is to_device_async.__code__:
-            return True
-        frame = above
-    return False
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -146,27 +125,15 @@ def on_meta() -> Iterator[None]:
     with (
         patch.object(torch, "is_autocast_enabled", lambda device_type: False),
         patch.object(launcher, "launch", _count_launch),
-        patch.object(torch.Tensor, "data_ptr", _addresses()),
+        patch.object(torch.Tensor, "data_ptr", _address),
     ):
         yield
 
 
-def _addresses() -> Callable[[torch.Tensor], int]:
-    """Return what gives tensors addresses as a GPU's allocator does: the first that is free."""
-    known: dict[int, tuple[int, StorageWeakRef]] = {}
-
-    def address(tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        number, weak = known.get(storage._cdata, (0, None))
-        if weak is None or weak.expired():  # type: ignore[no-untyped-call]
-            for key in [key for key, (_, weak) in known.items() if weak.expired()]:  # type: ignore[no-untyped-call]
-                del known[key]
-            taken = {number for number, _ in known.values()}
-            number = next(number for number in itertools.count(1) if number not in taken)
-            known[storage._cdata] = number, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        return (number << 40) + int(tensor.storage_offset()) * tensor.element_size()
-
-    return address
+def _address(tensor: torch.Tensor) -> int:
+    """Return an address that is the storage's alone as long as it lives, and then another's."""
+    number = int(tensor.untyped_storage()._cdata) // 16 % (1 << 23)
+    return (number << 40) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _count_launch(
@@ -187,39 +154,25 @@ def by_triton() -> AbstractContextManager[object]:
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 
 
-def counted(run: Callable[[], object]) -> Counted:
-    """Return what the third run of a step costs."""
+def counted(engine: Engine, shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[Counting]:
+    """Return what each of three steps costs, which average the same tensors."""
+    buckets, steps = buckets_of(shapes, dtype), list[Counting]()
+    numels = [sum(spec.numel for spec in bucket) for bucket in buckets]
+    flats = [torch.empty(numel, dtype=dtype, device="meta") for numel in numels]
     with on_meta():
-        for _ in range(2):
-            with Counting():
-                run()
-        with Counting() as counting:
-            calls = _calls_in(run)
-    return Counted(sum(counting.launches.values()), sum(counting.waits.values()), calls)
-
-
-def _calls_in(run: Callable[[], object]) -> int:
-    """Return how many calls of Thinwire's functions this makes."""
-    calls = 0
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(OUR_CODE)
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return calls
+        for _ in range(3):
+            with Counting() as step:
+                engine.average(zip(buckets, flats, strict=True))
+            steps.append(step)
+    return steps
 
 
 # Models, as DDP's buckets: parameters in reverse, 1 MiB first, then 25 MiB each.
 
 
-def gpt2_small() -> dict[str, tuple[int, ...]]:
+def gpt2_small() -> Shapes:
     """The shapes of GPT-2 small, 124 million parameters."""
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768)}
+    shapes: Shapes = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768)}
     for layer in range(12):
         block = f"h.{layer}."
         for name, shape in {
@@ -231,9 +184,7 @@ def gpt2_small() -> dict[str, tuple[int, ...]]:
     return {**shapes, "ln_f.weight": (768,), "ln_f.bias": (768,)}
 
 
-def buckets_of(
-    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
-) -> list[tuple[ParameterSpec, ...]]:
+def buckets_of(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
     """Return the buckets that DDP would make of parameters of some shapes."""
     buckets: list[list[ParameterSpec]] = [[]]
     limit_bytes, held_bytes = 1 << 20, 0
@@ -245,11 +196,3 @@ def buckets_of(
         buckets[-1].append(spec)
         held_bytes += spec.gradient_bytes
     return [tuple(bucket) for bucket in buckets]
-
-
-def flats_of(buckets: Sequence[tuple[ParameterSpec, ...]]) -> list[torch.Tensor]:
-    """Return gradients of buckets, without values."""
-    return [
-        torch.empty(sum(spec.numel for spec in bucket), dtype=bucket[0].dtype, device="meta")
-        for bucket in buckets
-    ]

@@ -23,17 +23,12 @@ MAIN, NCCL = 0, 99
 
 
 class Device(TorchDispatchMode):
-    """What runs while it is on runs on its simulated streams.
-
-    Attributes:
-        races: Kernels that are not ordered behind another one that uses the same memory.
-        early_frees: Kernels whose result was freed, and so given back to the stream that it was made on,
-            which went on while another one might still use it.
-    """
+    """What runs while it is on runs on its simulated streams."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.races: list[str] = []
+        self.races: list[str] = []  # kernels that are not ordered behind others of the same memory
+        # Kernels whose result was freed, and so used again by the stream that made it, too early for another.
         self.early_frees: list[str] = []
         self.stream = MAIN
         self._judge = EventHandler()
@@ -125,14 +120,11 @@ class Device(TorchDispatchMode):
         # The host made what no kernel has written; its memory is used again as well.
         for owner, tensors in ((self.stream, written), (None, read)):
             for storage in (tensor.untyped_storage() for tensor in tensors if tensor.numel()):
-                self._alive.setdefault(storage.data_ptr(), (_weak(storage), owner, name))
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._alive.setdefault(storage.data_ptr(), (reference, owner, name))
         if not name.startswith(("empty", "new_empty")):
             self.run(name, read, written)
         return out
-
-
-def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -148,21 +140,15 @@ class Stream:
 
 
 class SimulatedNCCL(Transport):
-    """A group of two alike over NCCL, which has a stream of its own and holds tensors until `wait`.
-
-    Args:
-        device: Whose streams.
-        forgets: A bug, planted: whether `wait` lets nobody wait.
-
-    Attributes:
-        waiting: The streams that have waited for a message.
-    """
+    """A group of two alike over NCCL, which has its own stream and holds tensors until `wait`."""
 
     size, rank = 2, 0
     control_device = torch.device("cpu")
 
     def __init__(self, device: Device, *, forgets: bool) -> None:
-        self.device, self.forgets, self.waiting = device, forgets, set[int]()
+        self.device = device
+        self.forgets = forgets  # a planted bug: no stream waits for a message
+        self.waiting = set[int]()  # the streams that have waited
 
     def start(self, message: Message) -> Work:
         """As `Transport.start`."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from catalog import buckets, random_gradients
-from gpu_ready.counting import Alike, Counting, buckets_of, flats_of, gpt2_small, on_meta
+from gpu_ready.counting import Alike, Counting, counted, gpt2_small, on_meta
 from thinwire import PowerSGD, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
@@ -20,25 +18,6 @@ from thinwire.sync import Engine
 from thinwire.tensors import accelerators
 
 SHAPES = {name: shape for name, shape in gpt2_small().items() if name.startswith("h.0.")}
-
-
-class WithoutFloat64(TorchDispatchMode):
-    """A device "meta" that refuses float64; what is read back from it is zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.name == "aten::_to_copy" and args[0].is_meta and kwargs.get("device") is not None:
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="cpu")
-        out = func(*args, **kwargs)
-        for tensor in out if isinstance(out, list | tuple) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.dtype == torch.float64:
-                raise TypeError(f"{func} makes float64, which this device does not have")
-        return out
 
 
 @pytest.fixture
@@ -53,12 +32,12 @@ def lacks_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     "algorithm", [*(registered.made() for registered in REGISTRY), TopK(bits=8)], ids=str
 )
 def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
-    engine, specs = Engine(algorithm, Alike()), buckets_of(SHAPES)
-    with on_meta(), Counting(), WithoutFloat64():
-        for _ in range(2):
-            engine.average(zip(specs, flats_of(specs), strict=True))
+    engine = Engine(algorithm, Alike())
+    steps = counted(engine, SHAPES)
+    with on_meta(), Counting() as figures:
         engine.reporter.stats()
         engine.state.error_norm()
+    assert [step.in_float64 for step in (*steps, figures)] == [[]] * 4
 
 
 @pytest.mark.usefixtures("lacks_float64")

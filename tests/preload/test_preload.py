@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import shlex
@@ -125,19 +124,6 @@ def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -
     ended = run_fresh(train_in_forked_process, options, processes=2)
     assert [(process.told, process.exit_code) for process in ended] == [(8.0, 0), (8.0, 0)]
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
-
-
-def test_the_first_line_shows_where_others_loggers_are_hidden(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """axolotl gives a filter to every logger that is made after its own."""
-    ours, teller = logging.getLogger("thinwire"), logging.getLogger("thinwire.adapters.common")
-    for name, value in {"handlers": [], "propagate": True, "level": logging.NOTSET}.items():
-        monkeypatch.setattr(ours, name, value)
-    monkeypatch.setattr(teller, "filters", [lambda record: record.levelno >= logging.WARNING])
-    preload_model._log_to_stderr()
-    teller.info("first line")
-    assert capsys.readouterr().err == "thinwire attach: first line\n"
 
 
 def test_a_model_with_a_hook_stays_as_it_is() -> None:

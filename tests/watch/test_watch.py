@@ -19,7 +19,7 @@ import thinwire
 from catalog import buckets, random_gradients, spec
 from processes import in_each_process
 from thinwire import ConfigError, PowerSGD, Watch
-from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.algorithms import AllReduce
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
@@ -55,8 +55,8 @@ class Kept:
         return [values for recorded, _, values in self.records if recorded == kind]
 
 
-def simulation(algorithm: Algorithm | None = None) -> Simulation:
-    return Simulation(algorithm or PowerSGD(matrix_rank=2), buckets(), num_workers=2)
+def simulation() -> Simulation:
+    return Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
 
 
 def train(simulated: Simulation, steps: range, bad_steps: tuple[int, ...] = ()) -> None:
@@ -65,14 +65,6 @@ def train(simulated: Simulation, steps: range, bad_steps: tuple[int, ...] = ()) 
         if step in bad_steps:
             gradients[0][0][0] = torch.nan
         simulated.step(gradients)
-
-
-def watched(path: Path) -> Path:
-    """Some steps under a watch that writes to a file."""
-    simulated = simulation()
-    with Watch(simulated.syncs[0], path):
-        train(simulated, range(STEPS))
-    return path
 
 
 def test_the_records_add_up_to_the_stats(simulated: Simulation) -> None:
@@ -204,9 +196,11 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
     ],
 )
 def test_a_damaged_file_is_read_up_to_the_damage(
-    old: str, new: str, lines: int, message: str, path: Path
+    old: str, new: str, lines: int, message: str, simulated: Simulation, path: Path
 ) -> None:
-    text = watched(path).read_text()
+    with Watch(simulated.syncs[0], path):
+        train(simulated, range(STEPS))
+    text = path.read_text()
     assert text.count("\n") == 8
     path.write_text(re.sub(old, new, text))
     run = read_run(path)
