@@ -120,7 +120,7 @@ wheel:
 	$(RELEASE)/builder/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w $(RELEASE) $(RELEASE)/*.tar.gz
 	$(PYTHON) -m venv $(RELEASE)/bare
 	$(BARE)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) $(RELEASE)/*.whl
-	$(BARE)/python -I tests/released.py $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
+	$(BARE)/python -I scripts/released.py $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
 	OMP_NUM_THREADS=1 $(BARE)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 examples/plain_ddp.py
 
 # With the command line, too. On a different Python, whose packages have other versions:

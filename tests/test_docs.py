@@ -35,7 +35,7 @@ def test_every_error_stands_in_the_list_of_errors() -> None:
 
 # By the script that makes them.
 MADE: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "tests/errors_page.py": ("docs/errors.md", lambda script: script.page()),
+    "scripts/errors_page.py": ("docs/errors.md", lambda script: script.page()),
     "benchmarks/results_page.py": ("docs/results.md", lambda script: script.text()),
     "benchmarks/loss_gaps.py": ("src/thinwire/advice/loss_gaps.json", lambda script: script.text()),
     "scripts/calculator_constants.py": (

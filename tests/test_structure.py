@@ -166,3 +166,10 @@ def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() ->
     members = re.search(r"^::: thinwire.GradientSync\n    options:\n      members: \[(.*)\]", REFERENCE, re.M)
     assert members is not None
     assert members[1].split(", ") == shown
+
+
+def test_importing_thinwire_imports_what_a_step_needs() -> None:
+    later = tuple(f"thinwire.{name}" for name in ("demo", "cli", "checkpoint", "integrations", "advice", "local_sgd"))
+    script = f"import sys, thinwire; thinwire.attach; print([m for m in sys.modules if m.startswith({later})])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"

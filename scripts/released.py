@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DATA = ("advice/loss_gaps.json", "py.typed")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "src/thinwire/py.typed", "tests/released.py")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "src/thinwire/py.typed", "scripts/released.py")
 # Besides the package and its metadata, of these an installation would have no use.
 STRANGERS = ("tests", "benchmarks", "examples", "docs")
 

@@ -1,6 +1,6 @@
 """The table of all error messages, `docs/errors.md`, read from the code.
 
-python tests/errors_page.py    # after a message has changed
+python scripts/errors_page.py    # after a message has changed
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "errors.md"
 INTRODUCTION = """# All error messages
 
 [Errors, and what to do](faq.md) explains the most frequent ones. This table is made from the code by
-`python tests/errors_page.py`; "…" stands for what differs from case to case.
+`python scripts/errors_page.py`; "…" stands for what differs from case to case.
 
 | error | message |
 |---|---|
