@@ -108,15 +108,17 @@ def tensors_to_save(
 
 def pack(state: SavedState) -> dict[str, Any]:
     """Return a state in the format above."""
+    slots = sorted(state.slots, key=lambda slot: slot.name)  # in one order on all processes
     packed: dict[str, Any] = {
         "version": FORMAT,
         "algorithm": state.algorithm,
         "step": state.step,
         "skipped_steps": state.skipped_steps,
         "parameters": tuple(sorted(state.shapes.items())),
-        "slots": tuple((slot.name, (slot.is_local, slot.is_elementwise)) for slot in state.slots),
+        "slots": tuple((slot.name, (slot.is_local, slot.is_elementwise)) for slot in slots),
     }
-    for slot, tensors in state.slots.items():
+    for slot in slots:
+        tensors = state.slots[slot]
         packed[slot.name] = tuple((label, tensors[label].contiguous()) for label in sorted(tensors))
     if state.position is not None:
         packed["layout"] = {**vars(state.position), "cuts": tuple(sorted(state.cuts.items()))}
