@@ -312,9 +312,9 @@ def test_a_damaged_file_is_refused_or_means_the_same(
 # Real processes.
 
 
-def attached() -> tuple[DistributedDataParallel, GradientSync]:
+def attached(algorithm: Algorithm = POWER) -> tuple[DistributedDataParallel, GradientSync]:
     model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
-    return model, thinwire.attach(model, POWER)
+    return model, thinwire.attach(model, algorithm)
 
 
 def trained(model: nn.Module, steps: range) -> Tensor:
@@ -345,6 +345,16 @@ def test_distributed_checkpoint_resumes_to_the_bit(asynchronous: bool, tmp_path:
         loading = {"model": other.module} if is_forgetful else {"model": other.module, "sync": its}
         dcp_load(loading, checkpoint_id=tmp_path / "dcp")
         assert torch.equal(trained(other, range(4, 8)), straight) == (not is_forgetful)
+
+
+@in_each_process(2)
+def test_bases_of_a_distributed_checkpoint_start_again(tmp_path: Path) -> None:
+    """It loads only what a fresh run lists, and lists what it has not loaded."""
+    (model, sync), (_, other) = (attached(thinwire.Quantize(bits=4, eigenbasis="*")) for _ in range(2))
+    trained(model, range(2))
+    dcp_save({"sync": sync}, checkpoint_id=tmp_path / "dcp")
+    dcp_load({"sync": other}, checkpoint_id=tmp_path / "dcp")
+    assert (other.steps, bool(other.state_dict().get("covariance"))) == (2, False)
 
 
 # Each process for itself, without a message
@@ -381,7 +391,7 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path
     states = [sync.local_state_dict() for sync in simulation.syncs]
     with pytest.raises(StateError, match="saved by process 1 of 2, 1 a machine, but this is process 0 of 2"):
         simulation.syncs[0].load_state_dict(states[1])
-    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0$"):
+    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0;"):
         merge(states[:1])
     ran(simulation, range(2), zeros(), zeros())
     with pytest.raises(StateError, match="from different steps or runs"):
@@ -394,5 +404,5 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path
         save_local(sync, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2  # the third of three is removed
     (tmp_path / "thinwire_1.pt").unlink()
-    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0$"):
+    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0;"):
         load_local(simulation.syncs[1], tmp_path)

@@ -155,6 +155,19 @@ def test_a_plan_that_one_process_asks_for_changes_nothing(algorithm: Algorithm) 
         assert all(map(torch.equal, averaged(asked, step), averaged(expected, step)))
 
 
+def test_a_state_has_what_only_one_process_of_a_machine_remembers() -> None:
+    """As all do of a single matrix, and in a sharded model those whose shard of it is not empty."""
+    algorithm = Quantize(bits=4, eigenbasis="0.*")
+    algorithm.check_model([spec("0.weight", 0, 64)])
+    sim = machines(algorithm, LAYERS)
+    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=0))
+    first, *others = sim.state_dicts()
+    assert [name for name, _ in first["eigenvectors"]] == ["0.weight"]
+    for state in others:
+        assert_same_state(state, first)
+        assert state["slots"] == first["slots"]
+
+
 @pytest.mark.parametrize("algorithm", [AllReduce(), Cast("bf16")], ids=str)
 def test_one_overflow_reaches_all_processes(algorithm: Algorithm) -> None:
     sim = machines(algorithm, LAYERS)

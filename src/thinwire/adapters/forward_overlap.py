@@ -157,7 +157,7 @@ def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch
     stepped = set[int]()
     for optimizer in optimizers:
         kind = type(optimizer)
-        if not kind.__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
+        if not f"{kind.__module__}.".startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
             raise AttachError(
                 f"{kind.__name__} may step parameters together, but overlap_forward steps them one by one; "
                 "use an optimizer of torch.optim other than LBFGS, or use thinwire.attach"

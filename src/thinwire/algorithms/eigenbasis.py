@@ -37,6 +37,11 @@ MAX_PIECE = 512
 LEAST, TINY = 1e-4, 1e-12
 
 
+def is_in(pattern: str, spec: ParameterSpec) -> bool:
+    """Return whether a pattern of names selects a matrix; this process's shard of it may be empty."""
+    return len(spec.shape) == 2 and fnmatchcase(spec.name, pattern)
+
+
 def piece_of(side: int) -> int:
     """Return the length of the equal pieces that a side is cut into: 1 if the side is long and prime.
 
@@ -111,10 +116,7 @@ class Eigenbasis:
     @classmethod
     def of(cls, specs: Sequence[ParameterSpec], pattern: str) -> Eigenbasis:
         """Return that of a bucket's parameters of two dimensions whose names match a pattern."""
-        shapes = []
-        for spec in specs:
-            is_matrix = len(spec.shape) == 2 and spec.numel > 0 and fnmatchcase(spec.name, pattern)
-            shapes.append(spec.matrix_shape if is_matrix else None)
+        shapes = [spec.matrix_shape if spec.numel and is_in(pattern, spec) else None for spec in specs]
         return cls(tuple(spec.name for spec in specs), tuple(shapes))
 
     def turned(self, bucket: Bucket, memory: Memory, dtype: torch.dtype) -> torch.Tensor:

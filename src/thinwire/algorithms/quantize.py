@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity, Memory
-from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Eigenbasis
+from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Eigenbasis, is_in
 from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
 from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
@@ -150,7 +150,7 @@ class Quantize(Algorithm):
 
     def check_model(self, specs: Sequence[ParameterSpec]) -> None:
         super().check_model(specs)
-        if self.eigenbasis and specs and not any(Eigenbasis.of(specs, self.eigenbasis).shapes):
+        if self.eigenbasis and specs and not any(is_in(self.eigenbasis, spec) for spec in specs):
             raise ConfigError(
                 f"eigenbasis={self.eigenbasis!r} matches no matrix of the model; its parameters have names "
                 f"like {specs[0].name!r}"

@@ -307,7 +307,8 @@ class LocalSGD(ModelAverager, Joinable):
         model, pending, warmup = self._model, self._membership.pending, self._schedule.warmup
         if not model.entered:
             raise StepError(
-                "there is nothing to save before the context is entered; enter it first: `with local:`"
+                "there is nothing to save before the context is entered; enter it first: `with local:`. For "
+                "torch.distributed.checkpoint use local.distributed_state()"
             )
         # An algorithm's memory is final only when its step has ended.
         if pending is not None and not pending.is_done:

@@ -375,7 +375,8 @@ def assemble(
     """
     whole: Tensors = {slot: {} for slot in slots}
     for part in parts:
-        tensors, spec = whole[part.slot], specs.get(part.label)
+        # Not in `slots` if this process has no tensor of it, as of an algorithm that was just taken up.
+        tensors, spec = whole.setdefault(part.slot, {}), specs.get(part.label)
         if not part.slot.is_elementwise:
             tensors.setdefault(label_of(part), part.tensor)
         elif spec is None or part.tensor.shape == spec.shape:

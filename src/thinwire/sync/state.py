@@ -108,15 +108,17 @@ def tensors_to_save(
 
 def pack(state: SavedState) -> dict[str, Any]:
     """Return a state in the format above."""
+    slots = sorted(state.slots, key=lambda slot: slot.name)  # in one order on all processes
     packed: dict[str, Any] = {
         "version": FORMAT,
         "algorithm": state.algorithm,
         "step": state.step,
         "skipped_steps": state.skipped_steps,
         "parameters": tuple(sorted(state.shapes.items())),
-        "slots": tuple((slot.name, (slot.is_local, slot.is_elementwise)) for slot in state.slots),
+        "slots": tuple((slot.name, (slot.is_local, slot.is_elementwise)) for slot in slots),
     }
-    for slot, tensors in state.slots.items():
+    for slot in slots:
+        tensors = state.slots[slot]
         packed[slot.name] = tuple((label, tensors[label].contiguous()) for label in sorted(tensors))
     if state.position is not None:
         packed["layout"] = {**vars(state.position), "cuts": tuple(sorted(state.cuts.items()))}
@@ -182,7 +184,10 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
             raise StateError(
                 f"the state's {name} is of a different kind than in this version of Thinwire; {EARLIER}"
             )
-        slots[known.get(name, slot)] = {label: _copied(tensor) for label, tensor in state[name]}
+        slot = known.get(name, slot)
+        # DCP has loaded only what this run lists.
+        listed = state[name] if slot.is_listed else state.get(name, ())
+        slots[slot] = {label: _copied(tensor) for label, tensor in listed}
     cuts: Cuts = {}
     for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
         cuts[name] = (tuple(map(int, shape)), None if dim is None else range(len(shape))[dim])
@@ -372,7 +377,8 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if first is None or ranks != set(range(num_processes)):
         listed = ", ".join(map(str, sorted(ranks))) or "none"
         raise StateError(
-            f"expected the states of all processes, of {num_processes if first else 'any'}, got {listed}"
+            f"expected the states of all processes, of {num_processes if first else 'any'}, got {listed}; "
+            "copy the files of all machines into one folder first"
         )
     for (slot, label), dtype in dtypes.items():
         merged[slot][label] = merged[slot][label].to(dtype)
