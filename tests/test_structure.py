@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -169,7 +171,13 @@ def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() ->
 
 
 def test_importing_thinwire_imports_what_a_step_needs() -> None:
-    later = tuple(f"thinwire.{name}" for name in ("demo", "cli", "checkpoint", "integrations", "advice", "local_sgd"))
-    script = f"import sys, thinwire; thinwire.attach; print([m for m in sys.modules if m.startswith({later})])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    later = tuple(
+        f"thinwire.{name}" for name in ("demo", "cli", "checkpoint", "integrations", "advice", "local_sgd")
+    )
+    script = (
+        f"import sys, thinwire; thinwire.attach; print([m for m in sys.modules if m.startswith({later})])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout == "[]\n"
