@@ -254,12 +254,10 @@ def test_a_model_is_found_that_the_garbage_collector_has_frozen() -> None:
     """Fast loops call gc.freeze() before their first step; a hook then still learns its model's names."""
     state = new_state()
     model = hooked(state, hooks.powerSGD_hook)
+    # For good: with a million more objects to look at, each later test of this process would take seconds.
     gc.freeze()
-    try:
-        gradients_of(model, range(1))
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    gradients_of(model, range(1))
+    assert gc.get_freeze_count() > 0
     assert not [name for name, _ in state.state_dict()["parameters"] if name.startswith("parameter[")]
 
 
