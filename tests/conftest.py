@@ -93,7 +93,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
     """Print all stacks and end the process if a test hangs in C, where its timeout does not reach."""
     mark = item.get_closest_marker("timeout")
     usual = item.config.getoption("timeout", None) or item.config.getini("timeout")
@@ -104,6 +104,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if nextitem is not None and nextitem.path != item.path:
+            # Some files keep very many objects, such as syntax trees, and tests of others search all objects.
+            gc.collect()
+            gc.freeze()
 
 
 @pytest.fixture(scope="session")

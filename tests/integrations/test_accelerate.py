@@ -184,14 +184,15 @@ def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
 def test_a_run_that_began_without_thinwire_is_resumed_with_it(registers: str, tmp_path: Path) -> None:
     def new(
         count: int, *handlers: DistributedDataParallelKwargs
-    ) -> tuple[Accelerator, tuple[nn.Module, Any], Counter]:
-        accelerator, counter = Accelerator(cpu=True, kwargs_handlers=[*handlers]), Counter(count)
+    ) -> tuple[Accelerator, tuple[nn.Module, Any], nn.Parameter]:
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[*handlers])
+        registered = nn.ParameterList([torch.tensor([float(count)])])
         if registers == "before":
-            accelerator.register_for_checkpointing(counter)
+            accelerator.register_for_checkpointing(registered)
         trained = prepared(accelerator)
         if registers == "behind":
-            accelerator.register_for_checkpointing(counter)
-        return accelerator, trained, counter
+            accelerator.register_for_checkpointing(registered)
+        return accelerator, trained, registered[0]
 
     with several_processes():
         accelerator, trained, _ = new(7)
@@ -203,26 +204,13 @@ def test_a_run_that_began_without_thinwire_is_resumed_with_it(registers: str, tm
             handler = new_handler()
             accelerator, trained, counter = new(0, handler)
             accelerator.load_state(str(tmp_path / folder))
-            assert counter.count == 7
+            assert counter.item() == 7
             assert handler.sync.steps == (0 if is_warned else 4)
             train(accelerator, *trained, range(4, 8))
             assert handler.sync.stats().compression_ratio > 15
             accelerator.save_state(str(tmp_path / "with"))
             accelerator.wait_for_everyone()
         assert warned.called == is_warned
-
-
-class Counter:
-    """What a user registers."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
 
 
 @in_each_process(2)

@@ -98,9 +98,14 @@ def new_trainer(folder: str, *callbacks: TrainerCallback, **settings: Any) -> Tr
 
 
 def trained(
-    folder: str | Path, algorithm: Any = ALGORITHM, resume: str | None = None, **settings: Any
-) -> tuple[Trainer, ThinwireCallback]:
-    trainer = new_trainer(str(folder), **settings)
+    folder: str | Path,
+    algorithm: Any = ALGORITHM,
+    resume: str | None = None,
+    *callbacks: TrainerCallback,
+    **settings: Any,
+) -> tuple[Trainer, Any]:
+    """Return a Trainer that has trained, and what was attached to it."""
+    trainer = new_trainer(str(folder), *callbacks, **settings)
     callback = attach(trainer, algorithm)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, callback
@@ -201,22 +206,16 @@ class Looking(TrainerCallback):
 @in_each_process(2)
 def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     """By DiLoCo every four steps, and before the checkpoint in mid-round, which has one model for all."""
-    averaging = partial(thinwire.DiLoCo, every_steps=4)
+    averaging, look, again = partial(thinwire.DiLoCo, every_steps=4), Looking(), Looking()
     with several_processes():
-        trainer, look = new_trainer(str(tmp_path)), Looking()
-        trainer.add_callback(look)
-        callback: Any = attach(trainer, averaging)
-        trainer.train()
+        _, callback = trained(tmp_path, averaging, None, look)
         assert look.agreed == [False, False, True, True, False, True]  # 3 is saved, 4 is due, 6 ends
         assert callback.sync is callback.local.sync
         assert callback.local.steps == 6
         assert callback.local.stats().compression_ratio > 5
     dist.barrier()
     with several_processes():
-        trainer, again = new_trainer(str(tmp_path)), Looking()
-        trainer.add_callback(again)
-        callback = attach(trainer, averaging)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        _, callback = trained(tmp_path, averaging, str(tmp_path / "checkpoint-3"), again)
         assert torch.equal(look.weights[2], again.begun)
         assert again.agreed == [True, False, True]
         assert callback.local.steps == 6
@@ -240,11 +239,9 @@ class Judge(TrainerCallback):
 def test_the_best_model_is_the_one_at_the_end(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+    averaging, judge = partial(thinwire.DiLoCo, every_steps=4), Judge()
     with several_processes():
-        trainer, judge = new_trainer(str(tmp_path), learning_rate=0.01, **settings), Judge()
-        trainer.add_callback(judge)
-        callback: Any = attach(trainer, partial(thinwire.DiLoCo, every_steps=4))
-        trainer.train()
+        trainer, callback = trained(tmp_path, averaging, None, judge, learning_rate=0.01, **settings)
     assert callback.local.stats().compression_ratio > 2
     assert (judge.last - judge.best).norm() > 0.1
     assert torch.equal(flat(model_of(trainer)), judge.best)
@@ -263,7 +260,6 @@ def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     # The machine has to say which one is chosen.
     averaging = "auto(probe_steps=2, budget_loss=0, least_gain=0)"
-    callback: Any
     with several_processes():
         _, callback = trained(tmp_path, averaging, max_steps=24, save_steps=18)
         assert callback.auto.sync is callback.sync
@@ -285,9 +281,8 @@ def test_a_run_that_began_without_thinwire_is_resumed_with_it(tmp_path: Path) ->
     dist.barrier()
     for algorithm in (ALGORITHM, partial(thinwire.DiLoCo, every_steps=4)):
         with several_processes(), patch("thinwire.integrations.transformers.logger.warning") as warned:
-            trainer = new_trainer(str(tmp_path), save_strategy="no")
-            callback = attach(trainer, algorithm)
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+            checkpoint = str(tmp_path / "checkpoint-3")
+            trainer, callback = trained(tmp_path, algorithm, checkpoint, save_strategy="no")
             assert (callback.local or callback.sync).stats().compression_ratio > 5
             assert (callback.local or callback.sync).steps == 3  # of six
             assert agreed(model_of(trainer))
@@ -299,25 +294,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """With a part of our files; from a folder not the trainer's, or that has a different run's checkpoint."""
     for folder, steps in (("a", 1), ("b", 2)):
         with several_processes():
-            trainer = new_trainer(f"{tmp_path}/{folder}", logging_steps=steps, max_steps=3)
-            attach(trainer, ALGORITHM)
-            trainer.train()
+            trained(tmp_path / folder, logging_steps=steps, max_steps=3)
             dist.barrier()
     if dist.get_rank() == 0:
         files = tmp_path / "a" / "checkpoint-3"
         (files / "thinwire_0.pt").unlink()
         (files / "thinwire_1.pt").rename(files / "thinwire_7.pt")
     dist.barrier()
-    for trained, attached, message in (
+    for resumed, attached, message in (
         ("a", "a", r"the states of all processes, of 2, got 1$"),
         ("b", "c", "checkpoint="),
         ("b", "a", "checkpoint="),
     ):
         with several_processes():
-            trainer = new_trainer(f"{tmp_path}/{attached}")
-            attach(trainer, ALGORITHM)
             with pytest.raises(thinwire.StateError, match=message):
-                trainer.train(resume_from_checkpoint=f"{tmp_path}/{trained}/checkpoint-3")
+                trained(tmp_path / attached, resume=f"{tmp_path}/{resumed}/checkpoint-3")
             dist.barrier()
 
 
@@ -370,7 +361,7 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_path: Path) -> None:
-    def trained(folder: Path, checkpoint: str | None = None) -> tuple[Tensor, int]:
+    def alone(folder: Path, checkpoint: str | None = None) -> tuple[Tensor, int]:
         group = elastic.InProcessGroup(elastic.InProcessLighthouse())
         make = partial(elastic.DiLoCo, every_steps=2, algorithm=ALGORITHM, group=group)
         trainer = new_trainer(str(folder), gradient_accumulation_steps=2)
@@ -380,9 +371,9 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
         assert callback.local.stats().compression_ratio > 1
         return flat(model_of(trainer)), callback.local.steps
 
-    straight, steps = trained(tmp_path)
+    straight, steps = alone(tmp_path)
     assert steps == 6
-    resumed, steps = trained(tmp_path / "again", str(tmp_path / "checkpoint-3"))
+    resumed, steps = alone(tmp_path / "again", str(tmp_path / "checkpoint-3"))
     assert steps == 6
     assert torch.equal(straight, resumed)
 

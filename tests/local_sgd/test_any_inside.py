@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import thinwire
 from experts import Mixture, divide
-from processes import in_each_process
+from processes import Spawn, in_each_process
 from thinwire import Nesterov, PowerSGD, Streaming
 from thinwire.errors import AttachError, StepError
 from thinwire.local_sgd import DiLoCo, LocalSGD
@@ -98,6 +98,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_in_parts_are_averaged_as_whole_ones(spawn: Spawn, layout: str) -> None:
+    streaming = Streaming(fragments=2 if layout == "tensor parallel" else 1)
+    spawn(2 * 2 ** len(LAYOUTS[layout][0]), check_as_whole, layout, streaming)
+
+
 def check_as_whole(layout: str, streaming: Streaming) -> None:
     dims, num_parts, lay_out = LAYOUTS[layout]
     mesh = mesh_of(dims)
@@ -128,16 +134,6 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("layout", "streaming"),
-    [("tensor parallel", Streaming(fragments=2)), *((f"{how} experts", Streaming()) for how in HOW)],
-    ids=str,
-)
-@in_each_process(4)
-def test_replicas_in_parts_are_averaged_as_whole_ones(layout: str, streaming: Streaming) -> None:
-    check_as_whole(layout, streaming)
-
-
 @in_each_process(4)
 def test_experts_of_one_place_become_equal_in_few_bits_and_the_router_everywhere() -> None:
     mesh, model = mesh_of(("expert",)), new_mixture()
@@ -150,12 +146,6 @@ def test_experts_of_one_place_become_equal_in_few_bits_and_the_router_everywhere
     assert all(map(torch.equal, experts[:2], experts[2:]))
     assert not any(map(torch.equal, experts[0], experts[1]))
     assert are_alike([whole(model.router.weight)])
-
-
-@pytest.mark.parametrize("layout", ["HSDP", "FSDP2 and tensor parallel", "experts within shards"])
-@in_each_process(8)
-def test_replicas_in_parts_of_two_dimensions_are_averaged_as_whole_ones(layout: str) -> None:
-    check_as_whole(layout, Streaming())
 
 
 @in_each_process(4)

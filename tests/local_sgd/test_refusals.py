@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -72,8 +73,7 @@ def one_member() -> InProcessTransport:
     return InProcessTransport.group(1)[0]
 
 
-@pytest.mark.parametrize("inner", KINDS)
-@pytest.mark.parametrize("outer", KINDS)
+@pytest.mark.parametrize(("outer", "inner"), [*pairwise([*KINDS, "LocalSGD"])])
 def test_a_model_is_averaged_by_one_context_at_a_time(outer: str, inner: str) -> None:
     """Each would take what the other has averaged for training."""
     model: Any = new_model()
