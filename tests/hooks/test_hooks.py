@@ -240,8 +240,8 @@ def test_registered_after_the_rebuild_every_layer_gets_its_own_memory() -> None:
         models.append(DistributedDataParallel(layers, bucket_cap_mb=0.01))
     straight, late = models
     straight.register_comm_hook(states[0], hooks.powerSGD_hook)
-    # As fast loops do before their first step: the hook finds its model's names all the same. For good: with a
-    # million more objects to look at, each later test of this process would take seconds.
+    # As fast loops do before their first step: the hook finds its model's names all the same. For good: with
+    # a million more objects to look at, each later test of this process would take seconds.
     gc.freeze()
     gradients_of(straight, range(4))
     assert gc.get_freeze_count() > 0
