@@ -20,7 +20,6 @@ from processes import in_each_process
 from thinwire import DiLoCo, LocalSGD, elastic
 from thinwire.algorithms import AllReduce
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.inner_optimizers import CopiesOfWeights
 from training import batch_of, flat, new_model, train
 
 LR = 0.05
@@ -80,19 +79,11 @@ class Behind(Own):
 
     def __init__(self, params: Iterable[Tensor], place: str) -> None:
         super().__init__(params)
-        parameters = self.param_groups[0]["params"]
-        masters = [parameter.detach().clone() for parameter in parameters]
+        masters = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
         if place == "its parameters":
             self.inside = torch.optim.SGD(masters, lr=LR)
-        elif place == "masters":
-            self.masters = [masters]
-        elif place == "flat":
-            self.flat = torch.cat([master.reshape(-1) for master in masters])
-        elif place == "kept['slow']":
-            pairs = zip(parameters, masters, strict=True)
-            self.kept = {parameter: {"slow": master, "other": torch.zeros(1)} for parameter, master in pairs}
         else:
-            self.param_groups[0]["masters"] = masters
+            self.masters = [masters]
 
 
 class Around(Own):
@@ -111,9 +102,6 @@ COPIES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "state['master']": Flat,
     "its parameters": partial(Behind, place="its parameters"),
     "masters": partial(Behind, place="masters"),
-    "flat": partial(Behind, place="flat"),
-    "kept['slow']": partial(Behind, place="kept['slow']"),
-    "param_groups[…]['masters']": partial(Behind, place="in its groups"),
     "keeps a copy of the weights in state['x0']": Around,
 }
 
@@ -138,19 +126,6 @@ def test_a_copy_made_later_is_refused_too(member: Member) -> None:
     with pytest.raises(ConfigError, match="x0"), member.local(every_steps=4) as local:
         member.train(8)
     assert local.stats().messages == 1
-
-
-def test_a_copy_of_zeros_is_refused_once_it_can_be_told() -> None:
-    """A momentum is zero at first, too, so a model that begins with zeros tells nothing yet."""
-    parameter, copies = nn.Parameter(torch.zeros(4)), CopiesOfWeights()
-    optimizer = Own([parameter])
-    slow = optimizer.state[parameter]["slow"] = torch.zeros(4)
-    copies.check([optimizer], {id(parameter): torch.zeros(4)})
-    with torch.no_grad():
-        parameter.add_(1)
-        slow.add_(0.9)
-    with pytest.raises(ConfigError, match="slow"):
-        copies.check([optimizer], {id(parameter): torch.zeros(4)})
 
 
 @pytest.mark.parametrize("make", [Own, Prodigy, Viewing, partial(torch.optim.ASGD, t0=0)])
@@ -237,24 +212,6 @@ def test_an_optimizer_that_is_seen_to_communicate_is_refused_in_its_first_step()
     assert local.steps == 0
 
 
-@in_each_process(2)
-def test_what_a_closure_sends_is_the_users() -> None:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(batch_of(0, 0)).square().mean()
-        loss.backward()
-        dist.all_reduce(loss.detach())
-        return float(loss.detach())
-
-    with LocalSGD(model, optimizer, every_steps=4) as local:
-        optimizer.step(closure)
-        optimizer.step(closure=closure)
-    assert local.steps == 2
-
-
 class SAM(Own):
     """Sharpness-aware minimisation as most write it: two backward passes, and its optimizer inside steps."""
 
@@ -303,22 +260,3 @@ def test_a_step_of_an_optimizer_inside_another_is_counted_once(member: Member, i
         assert local.steps == 4
     assert local.stats().messages == 2
     assert member.agreed()
-
-
-@pytest.mark.parametrize("is_given", [True, False])
-def test_steps_of_an_optimizer_that_was_not_given_are_told(
-    is_given: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing would be averaged; beside one that was given, it is."""
-    model = new_model()
-    given, other = (torch.optim.SGD(model.parameters(), lr=LR) for _ in range(2))
-    with elastic.DiLoCo(model, given, group=alone()) as local:
-        for step in range(4):
-            train(model, other, range(step, step + 1), 0)
-            if is_given:
-                given.step()
-    told = [
-        record.getMessage() for record in caplog.records if "only their steps are counted" in record.message
-    ]
-    assert len(told) == (not is_given)
-    assert local.steps == 4 * is_given

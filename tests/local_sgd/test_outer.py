@@ -109,37 +109,6 @@ def _in_32_bits(schedule: Schedule, rank: int) -> tuple[list[float], list[float]
     return [last.item() for last in lasts], [value.item() for value in own[rank]]
 
 
-class Interrupted(torch.optim.SGD):
-    """Raises in its second step, before it has stepped anything."""
-
-    num_steps = 0
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.num_steps += 1
-        if self.num_steps == 2:
-            raise KeyboardInterrupt
-        super().step()
-
-
-@in_each_member(2)
-def test_what_an_outer_step_that_raises_was_given_is_not_applied_by_the_next_one(member: Member) -> None:
-    outer = partial(Interrupted, lr=1.0)
-    with member.local(every_steps=2, streaming=Streaming(fragments=2), outer=outer) as local:
-
-        def lasts() -> list[Tensor]:
-            return [torch.cat(fragment.last) for fragment in local._model.fragments]
-
-        start = lasts()
-        member.train(1)
-        before = lasts()
-        assert not torch.equal(start[0], before[0])
-        with pytest.raises(KeyboardInterrupt):
-            member.train(1, 2)
-        member.train(2, 3)
-        assert not torch.equal(before[0], lasts()[0])
-        assert torch.equal(before[1], lasts()[1])  # of the interrupted step
-
-
 def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:
     """What lay on a GPU, all processes of a machine would load onto that one."""
     with FakeTensorMode(allow_non_fake_inputs=True):
