@@ -88,26 +88,6 @@ def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
         TorchftGroup("http://127.0.0.1:1")
 
 
-def test_a_torchft_without_what_is_used_of_it_is_refused_before_the_run(job: Job) -> None:
-    torchft = import_module("torchft")
-    ended: list[bool] = []
-
-    class Manager(torchft.Manager):  # type: ignore[misc, name-defined]
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            for name in torchft_group.PRIVATE:
-                delattr(self, name)
-
-        def shutdown(self, wait: bool = True) -> None:
-            super().shutdown(wait)
-            ended.append(True)
-
-    words = r"need torchft 0\.2, got torchft 0.*, whose Manager lacks _client, _quorum_future, _quorum_id;"
-    with patch.object(torchft, "Manager", Manager), pytest.raises(MissingExtraError, match=words):
-        TorchftGroup(job.address, hostname="127.0.0.1")
-    assert ended
-
-
 def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
