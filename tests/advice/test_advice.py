@@ -19,10 +19,10 @@ import thinwire
 from advice.ways import advice_of, network, only_priced, way
 from processes import in_each_process
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice, timeline
+from thinwire.advice import Advice
 from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss, priced
 from thinwire.advice.prediction import Prediction
-from thinwire.advice.timeline import Sent, Stopwatch, Timeline
+from thinwire.advice.timeline import Sent, Timeline
 from thinwire.comm import Collective
 from thinwire.probe.measured_link import MeasuredLink, Transfer
 from thinwire.sync import Engine
@@ -161,32 +161,6 @@ def test_messages_are_priced_by_what_carries_them() -> None:
     assert slow.transfer("all_to_all", num_bytes).seconds == pytest.approx(1.5 * num_bytes / 1e6)
 
 
-def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events here are recorded a millisecond apart, and have no times before the device was waited for."""
-    recorded: list[Event] = []
-    waited: list[torch.device] = []
-
-    class Event:
-        def __init__(self, device: torch.device) -> None:
-            recorded.append(self)
-
-        def elapsed_time(self, end: Event) -> float:
-            assert waited
-            return float(recorded.index(end) - recorded.index(self))
-
-    monkeypatch.setattr(timeline, "record_event", Event)
-    monkeypatch.setattr(timeline, "wait_for", waited.append)
-    stopwatch = Stopwatch(3, torch.device("cuda", 1))
-    stopwatch.start()
-    work = stopwatch.transport.mean(torch.ones(2), "a mean")
-    stopwatch.transport.all_reduce(torch.ones(1), "never waited for")
-    work.wait()
-    found = stopwatch.timeline()
-    assert (waited, found.seconds) == ([torch.device("cuda", 1)], 0.004)
-    times = [(message.at_seconds, message.waited_seconds) for message in found.sent]
-    assert times == [(0.001, 0.003), (0.002, 0.004)]
-
-
 FEW = ("AllReduce()", BASELINE, "Quantize(bits=8)", "TopK(density=1 / 32)", "PowerSGD(matrix_rank=4)")
 
 
@@ -264,14 +238,10 @@ def test_what_can_not_be_advised() -> None:
     for options, message in (
         (broken, "must run a backward pass on the model that it is given"),
         ({"budget_seconds": 0.0}, "budget_seconds must be above 0"),
-        ({"budget_seconds": float("inf")}, "budget_seconds must be above 0 and finite"),
         ({"total_steps": 0}, "total_steps must be a whole number of at least 1, got 0"),
-        ({"budget_loss": "1%"}, "budget_loss must be a number of at least 0, got '1%'"),
         ({"budget_loss": 50}, "budget_loss must be a share of at most 0.2, or math.inf for any, got 50"),
         ({"optimizer": 7}, 'optimizer must be a torch optimizer, or the name of one such as "AdamW", got 7'),
-        ({"least_gain": 1}, "least_gain must be a share below 1, such as 0.05 for 5 %, got 1"),
         ({"probe": "p.json"}, "probe must be what thinwire.probe or Probe.load returned, or None, got 'p"),
-        ({"model": new_model}, "expected a torch.nn.Module, got <function"),
         ({"model": frozen}, "no parameter of the model is trained, so there is nothing to average"),
         ({"replicas": object()}, "replicas is for models of fully_shard; leave it out"),
     ):

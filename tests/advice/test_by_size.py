@@ -117,13 +117,9 @@ def test_the_page_has_the_answer(typed: Typed) -> None:
     [
         ("--rate=1gbit --compute=2", "up to 3600s; got '2'"),
         ("--rate=1gbit --parameters=1X", "--parameters must be like 350M"),
-        ("--rate=1gbit --parameters=0", "--parameters must be like 350M"),
         ("", "advise needs the link: --rate, such as 1gbit, or --probe"),
         ("--rate=1gb", "a rate must be like 100mbit"),
-        ("--rate=1gbit --latency=5", "a duration must be like 20ms"),
         ("--rate=1gbit --machines=1", "machines must be a whole number of at least 2, got 1"),
-        ("--rate=1gbit --gpus=0", "gpus must be a whole number of at least 1, got 0"),
-        ("--rate=1gbit --steps=0", "total_steps must be a whole number of at least 1, got 0"),
         ("--rate=1gbit --budget-loss=much", "--budget-loss must be from 0 to 20%, such as 0.5%"),
         ("--probe={probe} --machines=3", "--machines and --probe"),
         ("--probe=none.json", "none.json can't be read"),

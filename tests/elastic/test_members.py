@@ -8,16 +8,12 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from elastic.in_turns import alone
-from thinwire import elastic
 from thinwire.comm import InProcessTransport, run_members
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
 from thinwire.errors import CommunicationError, StateError
-from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.groups import state_transfer
-from thinwire.local_sgd.groups.machine_group import BrokenMemberError, MachineGroup, in_all_processes
+from thinwire.local_sgd.groups.machine_group import BrokenMemberError, MachineGroup
 from thinwire.local_sgd.groups.state_transfer import serialize
-from training import new_model, new_optimizer, train
 
 
 class FirstOnly(InProcessGroup):
@@ -56,23 +52,6 @@ def test_whatever_ends_the_first_process_of_a_member_reaches_the_others(
     assert all(str(error) in str(each) for each in others)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_unforeseen_error_of_one_process_ends_its_member(rank: int) -> None:
-    inside = InProcessTransport.group(2)
-
-    def averaged(own: int) -> BaseException:
-        machine = MachineGroup(FirstOnly(inside[own], ValueError()), has_parts=False)
-        failing = ValueError("a bug") if own == rank else None
-        with pytest.raises(BaseException) as raised:  # noqa: PT011
-            in_all_processes(Mock(side_effect=failing), machine)
-        return raised.value
-
-    errors = run_members(2, averaged)
-    assert isinstance(errors[rank], ValueError)
-    assert isinstance(errors[1 - rank], BrokenMemberError)
-    assert "ValueError: a bug" in str(errors[1 - rank])
-
-
 class Slow:
     """Sends a state at 1 MB a second, by a clock of its own."""
 
@@ -102,17 +81,3 @@ def test_a_state_that_takes_longer_than_the_others_wait_is_refused_early(
         with pytest.raises(StateError, match=r"^a newcomer's state of 40 MB takes about 40 s at 8.0 Mbit/s"):
             state_transfer.receive_state(cast(Any, transport), 0, timeout_seconds)
     assert transport.now < 0.5 * timeout_seconds  # before the others give up
-
-
-def test_between_averagings_a_step_does_not_look_at_the_whole_model() -> None:
-    """It would take its time, and gather what FSDP2 was told to keep."""
-    model = new_model()
-    optimizer = new_optimizer(model)
-    with elastic.LocalSGD(model, optimizer, every_steps=4, group=alone()):
-        with patch.object(AveragedModel, "tensors", side_effect=AssertionError("looked at")):
-            train(model, optimizer, range(3), 0)
-        with (
-            pytest.raises(AssertionError, match="looked at"),
-            patch.object(AveragedModel, "tensors", side_effect=AssertionError("looked at")),
-        ):
-            train(model, optimizer, range(3, 4), 0)

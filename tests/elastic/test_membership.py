@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,10 +20,8 @@ from torch import nn
 from elastic.in_turns import FEW_BITS, VOTE, InTurns, Killed, Turn, alone, clean_lives, uncounted
 from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, TopK
-from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, Message, Work
+from thinwire.comm import InProcessTransport
 from thinwire.comm.in_process import wait_for
-from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import (
     DiLoCo,
     InProcessGroup,
@@ -33,8 +29,7 @@ from thinwire.elastic import (
     LocalSGD,
     Steps,
 )
-from thinwire.errors import AttachError, CommunicationError, ConfigError, LeftError, StateError, StepError
-from thinwire.local_sgd import admission, elastic_changes, elastic_members
+from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.local_sgd.elastic_changes import ElasticChanges
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
@@ -272,20 +267,6 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     assert [scales[turn + 1, rank] for rank in range(3)] == pytest.approx([6 / 5, 3 / 5, 6 / 5])
 
 
-def test_a_handler_of_sigterm_that_is_not_pythons_ends_as_the_default_one() -> None:
-    with patch("signal.signal", return_value=None) as installed, elastic_members._on_sigterm(lambda: None):
-        pass
-    assert installed.call_args.args == (signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_a_failed_message_of_a_changing_group_speaks_of_members_alone() -> None:
-    broken = Mock()
-    broken.allreduce.side_effect = RuntimeError("Connection closed by peer")
-    with pytest.raises(CommunicationError, match="A member died") as raised:
-        GroupTransport(broken, 0, 2).all_reduce(torch.ones(1), "step 7")
-    assert "thinwire.join" not in str(raised.value)
-
-
 def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost() -> None:
     run = Run([0, 0, 0], steps=16, ends={1: (4, "away")})
     assert run.results == ["done"] * 3
@@ -338,14 +319,6 @@ class Delayed(InTurns[LocalSGD]):
 
 def test_who_joins_sends_in_the_order_of_those_whose_averaging_is_delayed() -> None:
     assert Delayed([0, 0, 6]).results == [0, 0, 0]
-
-
-def test_two_groups_are_of_unlike_lineages_though_their_quorums_have_the_same_numbers() -> None:
-    runs = [Run([0, 0], steps=2) for _ in range(2)]
-    assert len({run.lighthouse.quorum_id for run in runs}) == 1
-    lineages = [{adapter._membership.lineage for adapter in run.adapters.values()} for run in runs]
-    assert len(lineages[0]) == len(lineages[1]) == 1
-    assert lineages[0] != lineages[1]
 
 
 class Hollow(torch.Tensor):
@@ -402,44 +375,6 @@ def test_work_that_nobody_has_counted_is_told() -> None:
     run = Run([0, 0], weigh_by="work", algorithm=AllReduce())
     assert run.results == ["StepError"] * 2
     assert "call count_work() before optimizer.step()" in str(run.errors[0])
-
-
-def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer = linear_and_sgd()
-    group = alone(InProcessLighthouse(wait_seconds=0.0))
-    group.min_members = 2
-    local = LocalSGD(model, optimizer, every_steps=1, group=group)
-    with (
-        patch("thinwire.local_sgd.admission.PAUSE_SECONDS", 0.0),
-        pytest.raises(CommunicationError, match="min_members=2 are needed"),
-        local,
-    ):
-        raise AssertionError("entering has raised")
-    assert local.membership().retries == 0
-    assert caplog.messages == ["waiting for more members: 1 member is present, but min_members=2 are needed"]
-
-
-def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has the whole timeout: else a large model could not be handed over on a slow link."""
-    sent: list[int] = []
-    start = InProcessTransport.start
-
-    def noted(self: InProcessTransport, message: Message) -> Work:
-        sent.extend(
-            [message.tensor.nbytes] * (message.purpose == HANDED_OVER and self.rank == message.source)
-        )
-        return start(self, message)
-
-    monkeypatch.setattr(InProcessTransport, "start", noted)
-    in_one = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
-    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.state.memory[ERROR].values())
-    assert sent == [residual_bytes]
-    sent.clear()
-    monkeypatch.setattr(state_transfer, "PART_BYTES", 500)
-    in_parts = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
-    assert sum(sent) == residual_bytes > 4 * max(sent) >= 4 * 500
-    assert in_parts.results == in_one.results == ["done", "left", "done"]
-    assert torch.equal(in_parts.owed(0), in_one.owed(0))
 
 
 @pytest.mark.parametrize("part", [2, 5])
@@ -552,13 +487,8 @@ def of_second(change: Callable[[Any], Any] | None = None) -> Callable[[dict[str,
 DILOCO, STEPS = partial(DiLoCo, every_steps=2), partial(Steps, algorithm=FEW_BITS)
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a later version": (lambda state: {"version": 9}, "version 9, but this Thinwire release reads version 5"),
-    "residuals of a number": (lambda state: {"residual_of": 3}, "can't be read"),
     "too few optimizers": (of_second(), "has . optimizers, expected ."),
     "a tensor for optimizers": (lambda state: {"optimizers": torch.ones(2)}, "can't be read"),
-    "a tensor as a parameter's state": (
-        of_second(lambda its: {**its, "state": {0: torch.ones(2)}}),
-        "into this member's AdamW",
-    ),
     "the second one of another kind": (
         of_second(lambda its: {**its, "param_groups": []}),
         "into this member's AdamW",
@@ -627,23 +557,6 @@ def test_a_newcomer_gets_no_optimizer_state_of_a_member_that_diverges() -> None:
     run.check_equal()
 
 
-def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
-    class Told(InProcessGroup):
-        def start_quorum(self) -> None:
-            super().start_quorum()
-            local.leave()
-
-    model, optimizer = linear_and_sgd()
-    group = Told(InProcessLighthouse())
-    group.min_members = 2
-    local = LocalSGD(model, optimizer, every_steps=1, group=group)
-    with local:
-        assert local.has_left
-        model(torch.ones(1, 32)).sum().backward()
-        optimizer.step()
-        raise AssertionError("the step has raised")
-
-
 def test_work_weighs_changes_and_counts_in_one_averaging_alone() -> None:
     class Weighed(LocalSGD):
         def _after_own_step(self) -> None:
@@ -664,13 +577,6 @@ def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
     assert all(torch.equal(run.lasts(0), run.lasts(member)) for member in (1, 2))
 
 
-def test_who_has_left_takes_no_step() -> None:
-    run = Run([0, 0], ends={1: (4, "leave")})
-    assert run.adapters[1].has_left
-    with pytest.raises(LeftError, match="left its group"):
-        run.adapters[1]._after_own_step()
-
-
 def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     model, optimizer = linear_and_sgd()
     group = alone()
@@ -682,17 +588,11 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     ):
         LocalSGD(model, one, every_steps=2, group=group)
     unsent = InProcessGroup(InProcessLighthouse(send_optimizer=False))
-    LocalSGD(model, one, every_steps=2, group=unsent)
     with pytest.raises(ConfigError, match="needs a group with send_optimizer=True"):
         Steps(model, optimizer, AllReduce(), group=unsent)
-    for several in ([], [one, one]):
-        with pytest.raises(ConfigError, match="each once, got"):
-            LocalSGD(model, several, every_steps=2, group=group)
     local = LocalSGD(model, optimizer, every_steps=2, group=group)
     with pytest.raises(ConfigError, match="weigh_by"):
         local.count_work(3)
-    with pytest.raises(StepError, match="outside the context"), local.averaged():
-        pass
     group.inside = InProcessTransport.group(2)[0]
     with pytest.raises(AttachError, match="2 processes but the model spans 1"):
         LocalSGD(model, optimizer, every_steps=2, group=group)
@@ -722,17 +622,3 @@ def test_a_schedule_that_counts_a_members_own_steps_is_refused() -> None:
     assert str(run.errors[2]).startswith(words)
     by_steps = Run([0, 0, 4], rate=lambda steps, _: 0.1 / (1 + steps))
     assert by_steps.results == ["done"] * 3
-
-
-@pytest.mark.parametrize(
-    "settings", [{"send_optimizer": False}, {"every_steps": None, "every_seconds": 1e-9}]
-)
-def test_where_members_differ_anyway_it_is_told(settings: dict[str, Any]) -> None:
-    # Neither by the clock, nor by what an earlier test has done to the handlers of loggers.
-    with (
-        patch.object(elastic_changes, "monotonic", count().__next__),
-        patch.object(admission.logger, "warning") as warning,
-    ):
-        run = Run([0, 0, 4], rate=by_own_steps, **settings)
-    assert run.results == ["done"] * 3
-    assert any(call.args[-1].startswith("lr of SGD is") for call in warning.call_args_list)

@@ -10,18 +10,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
-from torch._C._distributed_c10d import TCPStore
 
 from commands import EXAMPLES, assert_compressed_and_agreed, run_python, stand_ins
 from job import PATIENCE_SECONDS, Job
-from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.local_sgd.groups import torchft_client, torchft_group
@@ -86,26 +82,6 @@ def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
             assert torchft_client.checked_version() == found
     with pytest.raises(MissingExtraError, match=r"need torchft 0.2 or later, got 0.1.9"):
         TorchftGroup("http://127.0.0.1:1")
-
-
-def test_a_torchft_without_what_is_used_of_it_is_refused_before_the_run(job: Job) -> None:
-    torchft = import_module("torchft")
-    ended: list[bool] = []
-
-    class Manager(torchft.Manager):  # type: ignore[misc, name-defined]
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            for name in torchft_group.PRIVATE:
-                delattr(self, name)
-
-        def shutdown(self, wait: bool = True) -> None:
-            super().shutdown(wait)
-            ended.append(True)
-
-    words = r"need torchft 0\.2, got torchft 0.*, whose Manager lacks _client, _quorum_future, _quorum_id;"
-    with patch.object(torchft, "Manager", Manager), pytest.raises(MissingExtraError, match=words):
-        TorchftGroup(job.address, hostname="127.0.0.1")
-    assert ended
 
 
 def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,31 +207,6 @@ def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_
     assert len(places) == len(set(places)) == 2
     assert all(place.startswith("host:1/torchft/7/0/") for place in places)
     assert client.should_commit == client._inner.should_commit
-
-
-def test_messages_go_directly_between_members() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def exchanged(rank: int) -> tuple[list[int], list[int], int]:
-        group = import_module("torchft").ProcessGroupGloo(timeout=timedelta(seconds=20))
-        group.configure(f"127.0.0.1:{store.port}/pieces", f"member{rank}", rank, 2)
-        transport = GroupTransport(group, rank, 2)
-        gathered, swapped = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, 3, dtype=torch.int32)
-        own = torch.arange(6, dtype=torch.int32).view(2, 3) + 10 * rank
-        total = torch.tensor([rank + 1.0])
-        with patch.object(group, "send", wraps=group.send) as started:
-            transport.mean(total, "a mean").wait()
-            transport.all_gather(gathered, own[0], "a gather").wait()
-            transport.all_to_all(swapped, own, "an exchange").wait()
-        group.abort()
-        assert total.item() == 1.5
-        return gathered.flatten().tolist(), swapped.flatten().tolist(), started.call_count
-
-    with ThreadPoolExecutor() as threads:
-        assert list(threads.map(exchanged, range(2))) == [
-            ([0, 1, 2, 10, 11, 12], [0, 1, 2, 10, 11, 12], 3),
-            ([0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15], 3),
-        ]
 
 
 def test_the_example_runs_as_thinwire_run_starts_it() -> None:

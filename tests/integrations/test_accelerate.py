@@ -297,13 +297,10 @@ def test_the_names_and_settings_are_accelerates() -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"comm_hook": "power_sgd"}, "NO, FP16, BF16, POWER_SGD, BATCHED_POWER_SGD, got 'power_sgd'"),
     ({"comm_wrapper": Hook.POWER_SGD}, "NO, FP16, BF16, got"),
-    ({"comm_hook": Hook.POWER_SGD, "comm_wrapper": "fp16"}, "got 'fp16'"),
     ({"comm_wrapper": Hook.FP16}, "comm_wrapper FP16 have no effect with comm_hook NO;"),
     ({"comm_hook": Hook.BF16, "comm_state_option": {"random_seed": 1}}, "no effect"),
     ({"comm_hook": Hook.POWER_SGD, "comm_state_option": {"matrix_rank": 1}}, "matrix_approximation_rank"),
-    ({"comm_hook": Hook.POWER_SGD, "comm_state_option": {"process_group": None}}, "multiple values"),
     ({"comm_hook": Hook.POWER_SGD, "comm_state_option": {"random_seed": -1}}, "^random_seed .* got -1"),
-    ({"comm_hook": Hook.POWER_SGD, "comm_state_option": None}, "must map"),
 ]
 
 

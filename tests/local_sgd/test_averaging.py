@@ -8,7 +8,6 @@ import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,15 +16,14 @@ from torch.amp.grad_scaler import GradScaler
 
 from members import NESTEROV, POWER, Failing, Member, data_parallel, in_each_member, run
 from thinwire import LocalSGD, Streaming, Warmup
-from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, TopK
 from thinwire.comm import InProcessTransport
-from thinwire.errors import AgreementError, CommunicationError, GradientError, StepError
+from thinwire.errors import CommunicationError, StepError
 from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
 from training import batch_of, flat, new_model, refused, train_step
 
 NOT_FINITE = "parameters or buffers of rank {} are not finite"
-OTHERS = "the model's trainable parameters or buffers have changed since this LocalSGD was"
 
 
 @pytest.mark.parametrize(
@@ -50,25 +48,6 @@ def test_averaging_every_step_is_data_parallel_training(
     assert (flat(model) - expected).norm() < max_gap * moved
     assert member.agreed()
     assert addresses == [p.data_ptr() for p in model.parameters()]
-
-
-@in_each_member(2)
-def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(member: Member) -> None:
-    """They hold weights that stay; torch has no arithmetic on them."""
-    model, dtype = new_model(), torch.float8_e4m3fn
-    scale = torch.full((4,), 1.0 + member.rank).to(dtype)
-    model.register_buffer("scale", scale)
-    member.take(model)
-    with member.local(every_steps=1, algorithm=Quantize(bits=4)) as local:
-        assert torch.equal(scale.float(), torch.ones(4))  # as the first one's on entry
-        member.train(2)
-        held = local.state_dict()["last_average"]
-    assert member.agreed()
-    assert "scale" not in held
-    assert local.stats().compression_ratio > 4
-    model.register_parameter("extra", nn.Parameter(torch.ones(4).to(dtype)))
-    with pytest.raises(GradientError, match=f"^extra is trained in {dtype}"):
-        member.local()
 
 
 @in_each_member(2)
@@ -99,17 +78,6 @@ def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimize
             assert len(dict(state["sync"]["error"])) == num_errors
             assert len(state["outer"]["state"]) == num_outer_states
     assert member.agreed()
-
-
-@in_each_member(2)
-def test_the_last_step_of_a_warm_up_is_exact_even_if_it_is_the_first(member: Member) -> None:
-    models = []
-    for algorithm in (None, POWER):
-        member.take(new_model())
-        with member.local(every_steps=4, warmup=Warmup(1, algorithm)):
-            member.train(1)
-        models.append(flat(member.model))
-    assert torch.equal(*models)
 
 
 # Skipped steps, disagreement, values that are not finite
@@ -194,19 +162,6 @@ def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothin
         own = flat(member.model)
         local.average()
     assert torch.equal(own, flat(member.model))
-
-
-def test_it_is_told_if_memory_was_written_by_then() -> None:
-    def body(member: Member) -> None:
-        with refused(StepError, "the averaged change"), member.local(algorithm=POWER) as local:
-            own = flat(member.model)
-            with pytest.raises(StepError, match="but the residual has"):
-                member.train(2)
-            assert (flat(member.model) - own).norm() > 0.01  # its own steps stay
-            local.average()
-
-    with patch("thinwire.local_sgd.pending_average.are_finite", return_value=False):
-        run(2, body)
 
 
 # Lost messages
@@ -381,24 +336,6 @@ def test_a_compiled_model(member: Member) -> None:
         member.train(4)
     assert member.agreed()
     assert local.stats().compression_ratio == 2
-
-
-@pytest.mark.parametrize(
-    ("by", "error", "words"),
-    [
-        ((0, 1), StepError, OTHERS),
-        # Both would send as many numbers, of other parameters.
-        ((1,), AgreementError, "entering LocalSGD: process 0 has no parameters that changed since LocalSGD"),
-    ],
-)
-@in_each_member(2)
-def test_a_model_that_trains_other_parameters_than_when_it_was_made_is_refused(
-    member: Member, by: tuple[int, ...], error: type[Exception], words: str
-) -> None:
-    local = member.local()
-    next(member.model.parameters()).requires_grad_(member.rank not in by)
-    with refused(error, words, "0.weight"):
-        local.__enter__()
 
 
 # Entry, exit, averaging on request

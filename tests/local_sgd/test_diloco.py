@@ -132,16 +132,6 @@ def test_momentum_with_few_entries_is_warned_of_at_the_users_line(member: Member
         with pytest.warns(UserWarning, match=words) as caught, diloco(member, algorithm=TopK(), outer=outer):
             pass
         assert caught[0].filename == __file__
-    with diloco(member, every_steps=2) as local:
-        member.train(2)
-        local.sync.use(TopK())
-        with pytest.warns(UserWarning, match=words):
-            member.train(2)
-    # The momentum is that of the state, and not the one that goes with the algorithm.
-    resumed = diloco(member, every_steps=2, algorithm=TopK())
-    resumed.load_state_dict(local.state_dict())
-    with pytest.warns(UserWarning, match=words), resumed:
-        pass
 
 
 @pytest.mark.parametrize(

@@ -197,18 +197,6 @@ def test_replaced_parameters_are_told_in_the_next_step_and_at_the_end(kind: str)
         assert one.local.steps == 3
 
 
-def test_an_optimizer_of_parameters_that_were_replaced_before_entry_is_refused() -> None:
-    one = Alone("fixed")
-    one.model.load_state_dict(copy.deepcopy(one.model.state_dict()), assign=True)
-    with (
-        one.local,
-        pytest.raises(
-            ConfigError, match=r"^SGD's parameter group 0 has parameters that are not the model.s \(6\)"
-        ),
-    ):
-        one.step()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_others_than_the_model_hold_are_told_in_the_next_step(kind: str) -> None:
     """They would never be averaged. Nothing is lost by the refusal."""
