@@ -299,23 +299,12 @@ def test_a_copy_is_refused_from_registering_on_and_says_what_to_do() -> None:
 # Models and gradients that can't be averaged
 
 
-class Tabled(nn.Module):
-    """An embedding inside a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
-
-
 @in_each_process(2)
 def test_what_is_not_ddp_is_told_what_to_do() -> None:
     sharded = nn.Linear(8, 8)
     fully_shard(sharded)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    tables = [DistributedDataParallel(module) for module in (nn.Embedding(8, 4, sparse=True), Tabled())]
-    frozen = DistributedDataParallel(nn.Linear(8, 8))
-    frozen.requires_grad_(False)
-    converted = DistributedDataParallel(nn.Linear(8, 8)).to(torch.bfloat16)
+    table = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
     hooked, attached = (DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2))
     hooked.register_comm_hook(None, hooks.allreduce_hook)
     attach: Any = thinwire.attach
@@ -326,13 +315,8 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
     refusals: dict[str, Callable[[], object]] = {
         "got Linear; wrap it first": lambda: thinwire.attach(nn.Linear(8, 8), POWER),
         "got PowerSGD for the model and DistributedDataParallel for": lambda: attach(POWER, attached),
-        "no parameter of the model is trained": lambda: attach(frozen, POWER),
-        "the model was converted after DDP was built": lambda: attach(converted, POWER),
         "allows only one": lambda: attach(hooked, POWER),
         "sync.detach()": lambda: attach(attached, POWER),
-        "DistributedDataParallel(model.module)": lambda: thinwire.attach(
-            nn.DataParallel(nn.Linear(8, 8)), POWER
-        ),
         'pass mesh["shard"] to fully_shard': lambda: thinwire.attach(sharded, POWER),
         'mesh["replicate"] to thinwire.attach or LocalSGD': lambda: thinwire.LocalSGD(
             sharded, optimizer, every_steps=2
@@ -340,8 +324,7 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
         "got FSDPLinear, sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2)": (
             lambda: thinwire.join(sharded).__enter__()
         ),
-        "the Embedding that is the model makes sparse": lambda: thinwire.attach(tables[0], POWER),
-        'the Embedding "layers.0" of the Tabled makes sparse': lambda: thinwire.attach(tables[1], POWER),
+        "the Embedding that is the model makes sparse": lambda: thinwire.attach(table, POWER),
         "step an optimizer after backward()": lambda: thinwire.attach(
             DistributedDataParallel(steps_inside), POWER
         ),
@@ -391,40 +374,22 @@ def test_the_ddp_model_inside_of_a_wrapper_is_taken() -> None:
 def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
     two = Wrapper(*(DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2)))
     more = Wrapper(DistributedDataParallel(nn.Linear(8, 8)), nn.Linear(8, 8))
-    several, outside = "the Wrapper contains 2 DDP models", "inside.1.weight of the Wrapper is trained"
-    optimizer = torch.optim.SGD(more.parameters(), lr=0.1)
-    for call, words in (
-        (lambda: thinwire.attach(two, POWER), several),
-        (lambda: thinwire.join(two).__enter__(), several),
-        (lambda: thinwire.attach(more, POWER), outside),
-        (lambda: thinwire.join(more).__enter__(), outside),
-        (lambda: thinwire.LocalSGD(more, optimizer, every_steps=2), outside),
-    ):
-        with refused(thinwire.AttachError, words):
-            call()
+    with refused(thinwire.AttachError, "the Wrapper contains 2 DDP models"):
+        thinwire.attach(two, POWER)
+    with refused(thinwire.AttachError, "inside.1.weight of the Wrapper is trained"):
+        thinwire.LocalSGD(more, torch.optim.SGD(more.parameters(), lr=0.1), every_steps=2)
 
 
 # A model that changes after it was wrapped
 
 
-REPLACED = "0.weight was replaced (as by load_state_dict(assign=True))"
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "converted": (lambda model: model.to(torch.bfloat16), "the model was converted"),
-    "converted back": (lambda model: model.bfloat16().float(), "the model was converted"),
-    "in another memory format": (
-        lambda model: model.to(memory_format=torch.channels_last),
-        "the model was converted",
-    ),
     "a layer more": (lambda model: model.module.append(nn.Conv2d(8, 8, 1)), "3.weight is trained, but DDP"),
-    "another layer": (
-        lambda model: model.module.__setitem__(0, nn.Linear(24, 48)),
-        REPLACED,
+    "loaded": (
+        lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+        "0.weight was replaced (as by load_state_dict(assign=True))",
     ),
-    "another parameter": (
-        lambda model: setattr(model.module[0], "weight", nn.Parameter(model.module[0].weight.detach())),
-        REPLACED,
-    ),
-    "loaded": (lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True), REPLACED),
 }
 
 
@@ -481,7 +446,7 @@ def test_a_deleted_model_is_freed_at_once_so_that_ddp_can_take_its_module_again(
 # Optimizers inside the backward pass
 
 
-def stepping_in_hooks(model: nn.Module, hooked: list[Any]) -> None:
+def step_in_hooks(model: nn.Module) -> None:
     """Each parameter has an optimizer of its own, in a hook, as torch's tutorial has it."""
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
@@ -491,39 +456,20 @@ def stepping_in_hooks(model: nn.Module, hooked: list[Any]) -> None:
 
     parameter: Any
     for parameter in optimizers:
-        hooked.append(parameter.register_post_accumulate_grad_hook(step))
+        parameter.register_post_accumulate_grad_hook(step)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before attach", "after attach"])
 @in_each_process(2)
 def test_an_optimizer_in_a_hook_of_the_parameters_is_refused_before_it_steps(is_late: bool) -> None:
     model = DistributedDataParallel(nn.Linear(24, 48))
-    start, hooked = [p.detach().clone() for p in model.parameters()], list[Any]()
+    start = [p.detach().clone() for p in model.parameters()]
     if not is_late:
-        stepping_in_hooks(model, hooked)
+        step_in_hooks(model)
     sync = thinwire.attach(model, POWER)
     if is_late:
-        stepping_in_hooks(model, hooked)
+        step_in_hooks(model)
     with refused(thinwire.StepError, "SGD.step() was called inside the backward pass"):
         torch.autograd.backward(loss_of(model, 0))
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), start, strict=True))
     assert sync.stats().steps == 0
-
-
-@in_each_process(2)
-def test_hooks_that_only_look_and_models_that_are_not_attached_are_left_alone() -> None:
-    seen, hooked = list[Any](), list[Any]()
-    model, other = DistributedDataParallel(nn.Linear(24, 48)), nn.Linear(24, 48)
-    parameter: Any
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(seen.append)
-    sync = thinwire.attach(model, POWER)
-    stepping_in_hooks(other, hooked)
-    torch.autograd.backward(loss_of(other, 0))
-    assert are_alike(train(model, range(2)))
-    assert len(seen) == 4
-    check_trained(sync, 2)
-    # A detached model is DDP's and the user's own again.
-    sync.detach()
-    stepping_in_hooks(model, hooked)
-    torch.autograd.backward(loss_of(model, 2))

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -278,34 +277,6 @@ def test_a_step_is_abandoned_before_its_means_are_sent_or_when_one_did_not_come(
 
 
 @in_each_process(2)
-def test_calls_that_have_nothing_to_step() -> None:
-    model, optimizer, sync = overlapped()
-    optimizer.step()
-    one_step(model, optimizer)
-    optimizer.step()  # again: there are no new gradients
-    assert are_alike([flat(model)])
-    with model.no_sync():
-        torch.autograd.backward(loss_of(model, 1))
-    with pytest.raises(StepError, match="no_sync"):
-        optimizer.step()
-    assert sync.steps == 1
-
-
-@in_each_process(2)
-def test_dry_steps_end_inside_and_states_are_of_whole_steps() -> None:
-    model, optimizer, sync = overlapped()
-    one_step(model, optimizer)
-    state = sync.state_dict()
-    with sync.dry():
-        one_step(model, optimizer, 1)
-    assert sync.steps == 1
-    assert are_alike([flat(model)])
-    one_step(model, optimizer, 1)
-    sync.load_state_dict(state)
-    assert sync.steps == 1
-
-
-@in_each_process(2)
 def test_a_pass_without_a_step_is_part_of_the_next_one_or_dropped() -> None:
     def run(model: DistributedDataParallel, start: Start) -> None:
         optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -344,22 +315,8 @@ def test_changed_gradients_are_refused() -> None:
         optimizer.step()
     optimizer.zero_grad()
     torch.autograd.backward(loss_of(model, 0))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(StepError, match="clip_norm"):
-        optimizer.step()
-    scaler = GradScaler("cpu")
-    optimizer.zero_grad()
-    torch.autograd.backward(scaler.scale(loss_of(model, 0)))
-    with pytest.raises(StepError, match="GradScaler"):
-        scaler.step(optimizer)
-    torch.autograd.backward(loss_of(model, 0))
     with pytest.raises(StepError, match="closure"):
         optimizer.step(lambda: 0.0)
-    with (
-        thinwire.LocalSGD(model.module, optimizer, every_steps=2),
-        pytest.raises(StepError, match="step hooks"),
-    ):
-        optimizer.step()
 
 
 class Held(nn.Module):
@@ -388,50 +345,20 @@ def test_a_parameter_that_was_used_past_its_module_is_refused() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
-class Foreign(Optimizer):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-
-def hooked(parameters: Any) -> Optimizer:
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
-def sgd_of_more(parameters: Any) -> Optimizer:
-    return torch.optim.SGD([*parameters, nn.Parameter(torch.ones(1))], lr=0.1)
-
-
-def attempt(
-    algorithm: thinwire.algorithms.Algorithm = Quantize(bits=4),  # noqa: B008 - frozen
-    optimizer: Callable[[Any], Optimizer] = OPTIMIZERS["sgd"],
-    wrap: Callable[[Any], Any] = lambda module: module,
-    clip_norm: float | None = None,
-    **options: Any,
-) -> object:
-    model = DistributedDataParallel(wrap(nn.Linear(4, 4)), **options)
-    return thinwire.overlap_forward(model, algorithm, optimizer(model.parameters()), clip_norm=clip_norm)
-
-
 @in_each_process(2)
 def test_what_can_not_wait_is_refused() -> None:
-    attempts: list[tuple[type[Exception], dict[str, Any]]] = [
-        (ConfigError, {"algorithm": thinwire.PowerSGD()}),
-        (ConfigError, {"algorithm": Quantize(bits=2, error_feedback=True)}),
-        (ConfigError, {"clip_norm": 0.0}),
-        (ConfigError, {"find_unused_parameters": True}),
-        (ConfigError, {"static_graph": True}),
-        (AttachError, {"optimizer": Foreign}),
-        (AttachError, {"optimizer": hooked}),
-        (AttachError, {"optimizer": torch.optim.LBFGS}),
-        (AttachError, {"optimizer": lambda p: torch.optim.SGD(list(p)[1:], lr=0.1)}),
-        (AttachError, {"optimizer": sgd_of_more}),
-        (AttachError, {"wrap": partial(torch.compile, backend="eager")}),
-        (AttachError, {"wrap": lambda module: module.compile(backend="eager") or module}),
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    unused = DistributedDataParallel(nn.Linear(4, 4), find_unused_parameters=True)
+    sgd, hooked = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    hooked.register_step_post_hook(lambda *_: None)
+    partial_sgd = torch.optim.SGD([model.module.weight], lr=0.1)
+    attempts: list[tuple[type[Exception], Any, Any, Optimizer]] = [
+        (ConfigError, model, thinwire.PowerSGD(), sgd),
+        (ConfigError, unused, Quantize(bits=4), torch.optim.SGD(unused.parameters(), lr=0.1)),
+        (AttachError, model, Quantize(bits=4), hooked),
+        (AttachError, model, Quantize(bits=4), torch.optim.LBFGS(model.parameters())),
+        (AttachError, model, Quantize(bits=4), partial_sgd),
     ]
-    for error, options in attempts:
+    for error, refused, algorithm, optimizer in attempts:
         with pytest.raises(error):
-            attempt(**options)
-    with pytest.raises(AttachError):
-        thinwire.overlap_forward(Held(), Quantize(), Foreign([torch.ones(1)]))
+            thinwire.overlap_forward(refused, algorithm, optimizer)

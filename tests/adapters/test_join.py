@@ -23,7 +23,7 @@ from processes import in_each_process
 from thinwire import AllReduce, ConfigError, PowerSGD, hooks
 from thinwire.comm import ProcessGroupTransport
 from thinwire.sync.engine import Engine
-from training import are_alike, ddp_of, gradient_of, new_model, pairs, refused, residual_of
+from training import are_alike, ddp_of, gradient_of, new_model, refused, residual_of
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -153,22 +153,6 @@ def test_another_hook_that_cannot_divide_as_asked_is_refused(name: str) -> None:
 
 
 @in_each_process(2)
-def test_afterwards_the_model_trains_on_as_before() -> None:
-    """Torch leaves its join switched on after the context; ours ends."""
-    model = ddp_of()
-    thinwire.attach(model, AllReduce())
-    before = list(model._forward_pre_hooks)
-    with thinwire.join(model, divide_by_initial_world_size=False):
-        assert list(model._forward_pre_hooks) != before
-        for step in range(1 + dist.get_rank()):
-            gradient_of(model, step)
-    assert list(model._forward_pre_hooks) == before
-    assert not model._join_config.enable
-    both = [gradient_of(new_model(), 5, process_rank) for process_rank in range(2)]
-    assert gap_of(gradient_of(model, 5), (both[0] + both[1]) / 2) < 1e-6
-
-
-@in_each_process(2)
 def test_what_cannot_be_joined_is_refused_at_once() -> None:
     model = ddp_of()
     model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only
@@ -183,20 +167,6 @@ def test_what_cannot_be_joined_is_refused_at_once() -> None:
             raise AssertionError("the loop must not be entered")
     with thinwire.join(model, throw_on_early_termination=True):
         pass
-
-
-@in_each_process(4)
-def test_of_a_subgroup_no_one_knows_the_contributors() -> None:
-    """So the local steps of post-local SGD are means over the subgroup, as with torch's hook."""
-    totals = []
-    for divide_by_initial in (True, False):
-        model = ddp_of()
-        state = hooks.PostLocalSGDState(None, pairs(), start_localSGD_iter=0)
-        model.register_comm_hook(state, hooks.post_localSGD_hook)
-        joined = thinwire.join(model, divide_by_initial)
-        totals.append(total_in(joined, partial(gradient_of, model), (1, 2, 3, 3)))
-    assert totals[0].any()
-    assert torch.equal(totals[0], totals[1])
 
 
 @in_each_process(2)

@@ -132,18 +132,6 @@ def test_a_live_scaler_that_was_not_given_is_named_once() -> None:
 
 
 @in_each_process(2)
-def test_unscaled_gradients_need_no_scaler() -> None:
-    model, scaler = nn.Linear(64, 96), GradScaler("cpu", init_scale=256.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    aggregator = AlgorithmAggregator(model.parameters(), POWER)
-    scaler.scale(model(torch.ones(2, 64)).square().mean()).backward()
-    scaler.unscale_(optimizer)
-    with logged(logging.WARNING) as lines:
-        aggregator.aggregate([parameter.grad for parameter in model.parameters()])
-    assert not lines
-
-
-@in_each_process(2)
 def test_low_rank_with_adam_is_told_once() -> None:
     for case in ("adamw", "another model's", "sgd", "few bits"):
         model, _ = attached(BITS if case == "few bits" else POWER)
