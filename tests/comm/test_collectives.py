@@ -87,11 +87,9 @@ def test_stacks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     ("other", "words"),
     [
         (torch.zeros(4, 2), r"\(4, 2\) torch\.float32"),
-        (torch.zeros(4, 3, 1), r"\(4, 3, 1\) torch\.float32"),
         (torch.zeros(4, 3, dtype=torch.float64), r"\(4, 3\) torch\.float64"),
-        (torch.zeros([1] * 17), r"\(1, 1, 1, .*\) torch\.float32"),
     ],
-    ids=["shape", "dimensions", "dtype", "many dimensions"],
+    ids=["shape", "dtype"],
 )
 def test_different_tensors_are_refused_on_all_before_any_is_sent(other: torch.Tensor, words: str) -> None:
     members, heard = InProcessTransport.group(2), []
