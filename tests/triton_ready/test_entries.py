@@ -14,6 +14,7 @@ from thinwire import TopK
 from thinwire.algorithms import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.requests import AllGather
+from thinwire.algorithms.topk import TopKPlan
 from thinwire.kernels import dispatch
 from thinwire.kernels.triton.triton_entries import LENGTH
 from thinwire.simulation import Simulation
@@ -112,6 +113,21 @@ def test_messages_are_those_of_pytorch(bits: int, length: int, density: float) -
     expected = message(algorithm, flat, errors)
     with by_triton():
         assert torch.equal(message(algorithm, flat, errors), expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [2, 16])
+def test_what_is_not_finite_is_sent(bits: int, value: float) -> None:
+    flat = torch.linspace(-1, 1, 128)
+    flat[40] = value
+    algorithm = TopK(density=1 / 64, bits=bits, chunk=64)
+    with by_triton():
+        packed = message(algorithm, flat, torch.zeros(128))
+    plan = algorithm.prepare([spec("weight", len(flat))])
+    assert isinstance(plan, TopKPlan)
+    layout = plan.layout
+    scales = packed[sum(layout.stream_bytes[:2]) :].clone()[: layout.stream_bytes[2]].view(torch.bfloat16)
+    assert scales.view(2, -1).isfinite().all(1).tolist() == [False, True]
 
 
 def test_longer_chunks_are_served_by_pytorch() -> None:
