@@ -7,8 +7,7 @@ import torch
 
 from catalog import ENTRIES
 from thinwire import algorithms
-from thinwire.algorithms import Algorithm
-from thinwire.algorithms.registry import REGISTRY, SLOTS, Registered, no_algorithm
+from thinwire.algorithms.registry import REGISTRY, SLOTS, Registered
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 
@@ -46,17 +45,3 @@ def test_the_default_type_of_torch_changes_nothing(registered: Registered) -> No
         found.append(torch.stack([step[0][0] for step in means]))
     assert torch.equal(*found)
     assert found[0].dtype == torch.float32
-
-
-def test_there_is_one_for_each_public_algorithm() -> None:
-    # By its own type: a generic alias says of itself on Python 3.10 that it is a class.
-    values = [getattr(algorithms, name) for name in algorithms.__all__]
-    public = {value for value in values if issubclass(type(value), type)}
-    kinds = {kind for kind in public if issubclass(kind, Algorithm)} - {Algorithm}
-    assert kinds == {registered.kind for registered in REGISTRY}
-    assert len({registered.name for registered in REGISTRY}) == len(REGISTRY)
-
-
-def test_what_is_no_algorithm_is_shown() -> None:
-    assert no_algorithm("a loss") == "'a loss'"
-    assert no_algorithm(algorithms.PowerSGD) == "the class; write PowerSGD()"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,9 @@ from catalog import random_gradients, spec
 from reference_topk import Reference
 from thinwire import TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.kernels.base import TopKQuery
-from thinwire.kernels.torch_entries import decode, encode, end_levels, largest
+from thinwire.kernels.torch_entries import end_levels
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
-from thinwire.tensors.entries import ChunkRun, Chunks, EntryLayout
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 
@@ -131,29 +128,3 @@ def test_levels_by_whole_numbers_are_those_by_floats(
     monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     by_whole_numbers = end_levels(rows, bits=2)
     torch.testing.assert_close(by_whole_numbers, by_floats, rtol=1e-5, atol=1e-44)
-
-
-@pytest.mark.parametrize(("length", "kept"), [(1, 1), (7, 7), (100, 1), (4096, 64), (4096, 128), (1000, 33)])
-def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -> None:
-    chunks = Chunks(length, kept, (ChunkRun(0, 0, 5),))
-    rows = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
-    found, values = largest(rows.view(-1), chunks)
-    assert torch.equal(found, rows.abs().topk(kept).indices.sort(1).values)
-    assert torch.equal(values, rows.gather(1, found))
-    # Of equal ones any may be taken; NaN before infinity, and that before all else.
-    equal = torch.randint(-2, 3, (5, length), generator=torch.Generator().manual_seed(1)).float()
-    equal[0, length // 2], equal[1, length - 1] = math.nan, -math.inf
-    positions, values = largest(equal.view(-1), chunks)
-    assert (positions.diff() > 0).all()
-    expected = equal.abs().topk(kept).values
-    assert torch.equal(values.abs().sort(1, descending=True).values.nan_to_num(9), expected.nan_to_num(9))
-    layout = EntryLayout((chunks,), kept / length, bits=16)
-    last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
-    for flat, positions in ((rows, found), (last, largest(last.view(-1), chunks)[0])):
-        query = TopKQuery(layout, flat.view(-1), torch.zeros(5 * length), 1.0, None, 0, by_senders=False)
-        packed = encode(query)
-        assert len(packed) == layout.num_bytes
-        indices, values = decode(query, packed.expand(3, -1))
-        expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
-        assert torch.equal(indices, expected.expand(3, -1))
-        assert torch.equal(values[2], flat.view(-1)[expected].bfloat16().float())

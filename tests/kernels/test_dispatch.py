@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from unittest.mock import Mock
@@ -11,13 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from thinwire.algorithms import PowerSGD
-from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
-from thinwire.kernels.dispatch import NUMBA, TORCH, TORCH_TABLES, kernels_for
+from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.kernels.triton import limits as triton_limits
-from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine
 from thinwire.tensors import accelerators
 
 needs_numba = pytest.mark.skipif(
@@ -83,22 +78,6 @@ def test_without_numba_products_are_taken_in_silence_and_nothing_is_loaded(
     assert served_by_torch(torch.ones(8, 8, dtype=dtype), 3)
 
 
-def test_a_bucket_is_served_by_the_backend_of_its_largest_matrix_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refused(*_: object) -> list[torch.Tensor]:
-        raise AssertionError("this backend does not serve all of the bucket")
-
-    tables = replace(TORCH_TABLES, low_rank=replace(TORCH_TABLES.low_rank, products=refused))
-    small = replace(TORCH, serves=lambda device, dtype, rank: (rank or 3) <= 2, load=lambda: tables)
-    monkeypatch.setattr(dispatch, "backends", (small, TORCH))
-    engine = Engine(PowerSGD(matrix_rank=2, matrix_ranks={"b": 3}), InProcessTransport.group(1)[0])
-    specs = tuple(ParameterSpec.of(name, torch.empty(20, 16)) for name in "ab")
-    assert engine.average([(specs, torch.randn(2 * 20 * 16))])
-    with pytest.raises(AssertionError, match="does not serve all"):
-        engine.average([(specs[:1], torch.randn(20 * 16))])
-
-
 @pytest.mark.usefixtures("nothing_told")
 @pytest.mark.parametrize(
     ("package", "found", "told"),
@@ -126,21 +105,6 @@ def test_where_triton_lacks_pytorch_serves_and_says_so_once(
     with pytest.warns(UserWarning, match=told):
         assert dispatch.code_kernels_for(like) is dispatch.TORCH_TABLES.codes
     assert dispatch.code_kernels_for(like) is dispatch.TORCH_TABLES.codes  # and is not told again
-
-
-@pytest.mark.usefixtures("nothing_told")
-def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
-    like = torch.empty(1, device="meta")
-    with pytest.warns(
-        UserWarning, match=r"matrix ranks up to 32, this one is 33: PyTorch's kernels are used"
-    ):
-        assert served_by_torch(like, 33)
-    with pytest.warns(UserWarning, match=r"do not take torch.float64: PyTorch's kernels are used"):
-        assert served_by_torch(like.double(), 4)
-    # And is not told again.
-    assert dispatch.code_kernels_for(like.double()) is dispatch.TORCH_TABLES.codes
-    assert served_by_torch(like, 33)
 
 
 @pytest.mark.usefixtures("nothing_told")

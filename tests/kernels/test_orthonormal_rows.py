@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -90,31 +89,9 @@ def test_many_matrices_of_different_shapes_are_each_treated_on_their_own() -> No
             assert torch.equal(basis, orthonormal_rows([matrix.unsqueeze(0)])[0][0])
 
 
-def kahan(size: int, angle: float = 1.2) -> torch.Tensor:
-    """Upper triangular, ill-conditioned in a way that pivoting does not see (Kahan 1966)."""
-    scale = torch.diag(torch.tensor(angle).sin() ** torch.arange(size))
-    rows: torch.Tensor = scale @ (
-        torch.eye(size) - torch.triu(torch.ones(size, size), 1) * torch.tensor(angle).cos()
-    )
-    return rows
-
-
-def geometric(rows: int, columns: int, smallest: float) -> torch.Tensor:
-    """Singular values from 1 down to `smallest` in equal ratios."""
-    generator = torch.Generator().manual_seed(0)
-    left = torch.linalg.qr(torch.randn(rows, rows, generator=generator, dtype=torch.float64))[0]
-    right = torch.linalg.qr(torch.randn(columns, rows, generator=generator, dtype=torch.float64))[0]
-    rows_of: torch.Tensor = (
-        left * torch.logspace(0, math.log10(smallest), rows, dtype=torch.float64) @ right.T
-    )
-    return rows_of.float()
-
-
 HARD = {
     "32 monomials": torch.linspace(0, 1, 200).unsqueeze(0) ** torch.arange(32).unsqueeze(1),
     "64 monomials": torch.linspace(-1, 1, 500).unsqueeze(0) ** torch.arange(64).unsqueeze(1),
-    "Kahan": torch.nn.functional.pad(kahan(48), (0, 100)),
-    "geometric spectrum": geometric(64, 300, 1e-9),
     "equal but for noise": 1.0 + 1e-4 * torch.randn(32, 400, generator=torch.Generator().manual_seed(1)),
 }
 

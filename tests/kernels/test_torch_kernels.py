@@ -10,7 +10,6 @@ from thinwire.kernels import torch_kernels
 from thinwire.kernels.matrices import MatrixGroup, round_all_into, round_into
 from thinwire.kernels.torch_kernels import LOW_RANK as KERNELS
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stack_view
 
 
 def batched_group(shape: tuple[int, int], distance: int) -> MatrixGroup:
@@ -57,18 +56,6 @@ def test_of_a_batch_that_is_not_healthy_residuals_stay(healthy: bool) -> None:
     assert [matrix.isnan().all() for matrix in group.matrices] == [not healthy] * 3
     for error, expected in zip(group.errors, (plain if healthy else before).errors, strict=True):
         torch.testing.assert_close(error, expected, rtol=0, atol=0)
-
-
-def test_what_is_no_batch() -> None:
-    flat = torch.zeros(100)
-    assert stack_view([flat[0:6].view(2, 3), flat[10:16].view(2, 3), flat[21:27].view(2, 3)]) is None
-    assert stack_view([flat[10:16].view(2, 3), flat[0:6].view(2, 3)]) is None
-    assert stack_view([flat[0:6].view(2, 3), torch.zeros(100)[10:16].view(2, 3)]) is None
-    assert stack_view([flat[0:6].view(2, 3).t(), flat[6:12].view(2, 3).t()]) is None
-    one = stack_view([flat[4:10].view(2, 3)])
-    assert one is not None
-    assert one.shape == (1, 2, 3)
-    assert one.data_ptr() == flat[4:].data_ptr()
 
 
 @pytest.mark.parametrize("scale", [None, 8.0])

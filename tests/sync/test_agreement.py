@@ -23,7 +23,7 @@ from catalog import averaged, buckets, random_gradients
 from processes import in_each_process
 from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm
-from thinwire.comm import InProcessTransport, agree, run_members
+from thinwire.comm import InProcessTransport, run_members
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -256,21 +256,6 @@ def test_unlike_buckets_are_refused_before_any_message() -> None:
         step(model)
     assert "bucket 0" not in str(refused.value)
     assert sync.stats().messages == 0
-
-
-@in_each_process(2)
-def test_it_is_compared_once_and_not_again() -> None:
-    model, sync = attached(ddp={"bucket_cap_mb": 0.005})
-    compared = []
-    with patch.object(bucket_plans, "agree", wraps=agree) as counted:
-        for number in range(5):
-            if number == 4:
-                sync.use(AllReduce())
-            before = counted.call_count
-            step(model)
-            compared.append(counted.call_count - before)
-    # DDP's first buckets, its rebuilt ones, nothing, nothing, after use()
-    assert compared == [1, 1, 0, 0, 1]
 
 
 def test_a_bucket_that_is_new_is_compared_where_parameters_become_known_one_by_one() -> None:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import thinwire
 from catalog import ENTRIES, Entry, Sums, averaged, buckets, random_gradients
 from sync.test_nonfinite import run
-from thinwire import AllReduce, Cast, PowerSGD, Quantize
+from thinwire import AllReduce, Cast, PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport
@@ -136,25 +136,6 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
     monkeypatch.setattr(accelerators, "is_accelerator", lambda device: device.type != "cpu")
     with pytest.raises(DataDependentOutputException):
         train(host_check="auto")  # on the CPU it looks
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "others", "waits"),
-    [
-        (PowerSGD(), {}, False),
-        (BatchedPowerSGD(), {"on_nonfinite": "zero"}, False),
-        (PowerSGD(), {"on_nonfinite": "raise"}, True),
-        (PowerSGD(), {"may_be_unused": True}, True),
-        (Quantize(error_feedback=True), {}, True),  # its memory would be copied
-    ],
-    ids=str,
-)
-def test_on_accelerators_it_looks_only_where_it_must(
-    algorithm: Algorithm, others: dict[str, Any], waits: bool
-) -> None:
-    settings = Settings(host_check="auto", **others)
-    assert settings.resolved(algorithm, torch.device("cuda")).host_check is waits
-    assert Settings(**others).resolved(algorithm, torch.device("cuda")).host_check is True
 
 
 @pytest.mark.parametrize("given", ["never", None, [True]])

@@ -16,11 +16,9 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.requests import AllGather
 from thinwire.algorithms.topk import TopKPlan
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import TopKQuery
 from thinwire.kernels.triton.triton_entries import LENGTH
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
-from thinwire.tensors.entries import EntryLayout
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet
@@ -106,12 +104,6 @@ def message(algorithm: TopK, flat: torch.Tensor, errors: torch.Tensor) -> torch.
     return request.tensor
 
 
-def layout_of(algorithm: TopK, flat: torch.Tensor) -> EntryLayout:
-    plan = algorithm.prepare([spec("weight", len(flat))])
-    assert isinstance(plan, TopKPlan)
-    return plan.layout
-
-
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(("length", "density"), [(4096, 1 / 64), (1000, 1 / 30), (500, 0.25), (37, 1e-6)])
 def test_messages_are_those_of_pytorch(bits: int, length: int, density: float) -> None:
@@ -131,7 +123,9 @@ def test_what_is_not_finite_is_sent(bits: int, value: float) -> None:
     algorithm = TopK(density=1 / 64, bits=bits, chunk=64)
     with by_triton():
         packed = message(algorithm, flat, torch.zeros(128))
-    layout = layout_of(algorithm, flat)
+    plan = algorithm.prepare([spec("weight", len(flat))])
+    assert isinstance(plan, TopKPlan)
+    layout = plan.layout
     scales = packed[sum(layout.stream_bytes[:2]) :].clone()[: layout.stream_bytes[2]].view(torch.bfloat16)
     assert scales.view(2, -1).isfinite().all(1).tolist() == [False, True]
 
@@ -142,15 +136,3 @@ def test_longer_chunks_are_served_by_pytorch() -> None:
     expected = message(algorithm, flat, torch.zeros_like(flat))
     with by_triton(), pytest.warns(UserWarning, match="4,097"):
         assert torch.equal(message(algorithm, flat, torch.zeros_like(flat)), expected)
-
-
-def test_of_equal_entries_the_first_are_sent() -> None:
-    flat = torch.zeros(64).index_fill_(0, torch.arange(5, 60, 5), -3.0)
-    algorithm = TopK(density=1 / 16, bits=16, chunk=64)
-    with by_triton():
-        packed, layout = message(algorithm, flat, torch.zeros(64)), layout_of(algorithm, flat)
-        kernels = dispatch.entry_kernels_for(flat, layout)
-    query = TopKQuery(layout, flat, torch.zeros(64), 1.0, None, 0, by_senders=False)
-    positions, values = kernels.decode(query, packed.unsqueeze(0))
-    assert positions.tolist() == [[5, 10, 15, 20]]
-    assert values.tolist() == [[-3.0] * 4]

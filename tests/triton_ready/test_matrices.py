@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from catalog import spec
-from gpu_ready.counting import by_triton
-from gpu_ready.test_values import SCALE, run
-from gpu_ready.test_values import assert_near as assert_runs_near
 from kernel_calls import Drawing, asked, assert_near, check_a_step, iteration, wanted
-from thinwire import PowerSGD, Quantize
-from thinwire.algorithms import Algorithm
-from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import MatrixGroup, Rows, Write
 from thinwire.kernels.torch_kernels import LOW_RANK as PYTORCH
 from thinwire.kernels.triton.triton_kernels import LOW_RANK as TRITON
 from thinwire.kernels.triton.triton_kernels import SPLIT_ROWS
-from thinwire.tensors import accelerators
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet
@@ -127,29 +117,3 @@ def test_what_a_step_leaves_is_written_as_by_pytorch(healthy: bool | None) -> No
         found.append([item.target.nan_to_num(7.0) for item in items])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("algorithm", "dtype", "settings"),
-    [
-        (PowerSGD(matrix_rank=2), torch.float32, {"host_check": False}),
-        (PowerSGD(matrix_rank=2), torch.float16, {"loss_scale": lambda device: SCALE}),
-        (
-            Quantize(bits=4, rounding="stochastic", error_feedback=True),
-            torch.float16,
-            {"loss_scale": lambda device: SCALE},
-        ),
-    ],
-)
-def test_runs_are_those_of_pytorch(
-    algorithm: Algorithm, dtype: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    shapes = {"first": (20, 24), "bias": (7,), "second": (17, 32)}
-    layout = [tuple(spec(name, *shape, dtype=dtype) for name, shape in shapes.items())]
-    of_pytorch = run(algorithm, layout, **settings)
-    with by_triton():
-        of_triton = run(algorithm, layout, **settings)
-    assert_runs_near(of_triton, of_pytorch, 2e-3)

@@ -15,7 +15,7 @@ from catalog import numbers, spec
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.coded import CODEBOOKS, Coded, pack, packed_bytes, unpack
+from thinwire.tensors.coded import CODEBOOKS, Coded
 from thinwire.tensors.rounding import CounterRNG
 
 every_bits = pytest.mark.parametrize("bits", CODEBOOKS)
@@ -269,24 +269,3 @@ def test_draws_depend_on_name_step_seed_and_who_but_not_on_neighbours() -> None:
     ]
     for other in others:
         assert (other != first).float().mean() > 0.9
-
-
-# Codes on the wire, against NumPy's bits.
-
-
-def bits_of(codes: np.ndarray, bits: int) -> np.ndarray:
-    """The stream of bits as NumPy packs it: every code's lowest bit first."""
-    stream = (codes[..., None] >> np.arange(bits)) & 1
-    return np.packbits(stream.reshape(*codes.shape[:-1], -1).astype(np.uint8), axis=-1, bitorder="little")
-
-
-@pytest.mark.parametrize("bits", range(1, 17))
-def test_packs_as_one_stream_of_bits_and_back(bits: int) -> None:
-    random = np.random.default_rng(bits)
-    for shape in [(0,), (1,), (7,), (8,), (129,), (3, 50), (2, 3, 11)]:
-        codes = random.integers(0, 1 << bits, shape)
-        packed = pack(torch.from_numpy(codes), bits)
-        assert packed.dtype == torch.uint8
-        assert packed.shape[-1] == packed_bytes(shape[-1], bits)
-        np.testing.assert_array_equal(packed.numpy(), bits_of(codes, bits))
-        np.testing.assert_array_equal(unpack(packed, bits, shape[-1]).numpy(), codes)
