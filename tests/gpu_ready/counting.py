@@ -1,4 +1,4 @@
-"""How often the host waits for an accelerator in a step, counted on tensors without values.
+"""What an accelerator's steps cost it and the host, counted on tensors without values.
 
 The real code runs on tensors of the device "meta": all that it does there it would do on a GPU.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from thinwire.comm.transport import Message, Transport, Work
 from thinwire.kernels import dispatch
@@ -21,6 +21,14 @@ from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
+
+# Views, allocations and questions to the host's own part of a tensor launch nothing.
+FREE = {
+    "alias", "as_strided", "detach", "diagonal", "expand", "lift_fresh", "permute", "reshape", "select",
+    "set_", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+    "_reshape_alias", "_unsafe_view", "is_same_size", "record_stream", "resize_", "empty", "empty_like",
+    "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -33,6 +41,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: Counter[str] = Counter()  # of kernels, by torch or Triton
         self.waits: Counter[str] = Counter()  # of the host for the device
         self.unordered: list[str] = []  # operations that may not have the same bits every time
         self.in_float64: list[str] = []  # operations that make what not every accelerator has
@@ -42,7 +51,7 @@ class Counting(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        base = name.removesuffix("_")
+        base = name if name in FREE else name.removesuffix("_")
         adds_up = base in ("cumsum", "cumprod", "logcumsumexp") and args[0].is_floating_point()
         accumulates = base in ("index_put", "put") and True in (args[3:4], kwargs.get("accumulate"))
         if base in UNORDERED or adds_up or accumulates:
@@ -54,9 +63,8 @@ class Counting(TorchDispatchMode):
         if name == "_to_copy" and given[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             self.waits[name] += 1  # `tolist`
             return torch.zeros(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
-        is_in_place = name.endswith("_") and name not in ("set_", "resize_")
-        if given and is_in_place and all(tensor.is_meta for tensor in given):
-            out = args[0] if func._schema.returns else None  # of what has no values: nothing to do
+        if given and name.endswith("_") and name not in FREE and all(tensor.is_meta for tensor in given):
+            out = args[0] if func._schema.returns else None  # in place, of what has no values: nothing to do
         elif name == "threshold":  # frequent, and slow in torch where there are no values
             out = torch.empty_like(args[0])
         else:
@@ -65,9 +73,12 @@ class Counting(TorchDispatchMode):
         if any(tensor.is_meta and tensor.dtype == torch.float64 for tensor in results):
             self.in_float64.append(name)
         devices = {tensor.device.type for tensor in [*given, *results]}
-        is_copy = name in ("_to_copy", "copy_") and any(tensor.dim() for tensor in given)
-        if is_copy and devices >= {"cpu", "meta"}:
+        if "meta" not in devices:
+            return out
+        if "cpu" in devices and name in ("_to_copy", "copy_") and any(tensor.dim() for tensor in given):
             self.waits[f"{name} between devices"] += not kwargs.get("non_blocking")
+        if base not in FREE and any(tensor.numel() > 0 for tensor in [*given, *results]):
+            self.launches[name] += 1
         return out
 
 
@@ -110,10 +121,10 @@ class Alike(Transport):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Make steps on the device "meta", which autocast does not know, without launching Triton's kernels."""
+    """Make steps on the device "meta", which autocast does not know; Triton's kernels are counted only."""
     with (
         patch.object(torch, "is_autocast_enabled", lambda device_type: False),
-        patch.object(launcher, "launch", lambda *_: None),
+        patch.object(launcher, "launch", _count_launch),
         patch.object(torch.Tensor, "data_ptr", _address),
     ):
         yield
@@ -123,6 +134,14 @@ def _address(tensor: torch.Tensor) -> int:
     """Return an address that is the storage's alone as long as it lives, and then another's."""
     number = int(tensor.untyped_storage()._cdata) // 16 % (1 << 23)
     return (number << 40) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _count_launch(
+    kernel: str, programs: int, arguments: object, constants: object, device: torch.device, touched: object
+) -> None:
+    counting = _get_current_dispatch_mode()
+    if isinstance(counting, Counting) and programs:
+        counting.launches[kernel] += 1
 
 
 def by_triton() -> AbstractContextManager[object]:
@@ -136,7 +155,7 @@ def by_triton() -> AbstractContextManager[object]:
 
 
 def counted(engine: Engine, shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[Counting]:
-    """Return what was counted in each of three steps, which average the same tensors."""
+    """Return what each of three steps costs, which average the same tensors."""
     buckets, steps = buckets_of(shapes, dtype), list[Counting]()
     numels = [sum(spec.numel for spec in bucket) for bucket in buckets]
     flats = [torch.empty(numel, dtype=dtype, device="meta") for numel in numels]
@@ -148,22 +167,25 @@ def counted(engine: Engine, shapes: Shapes, dtype: torch.dtype = torch.float32) 
     return steps
 
 
-def gpt2_layer() -> Shapes:
-    """The shapes of a layer of GPT-2 small."""
-    matrices: Shapes = {
-        "attn.c_attn": (768, 2304),
-        "attn.c_proj": (768, 768),
-        "mlp.c_fc": (768, 3072),
-        "mlp.c_proj": (3072, 768),
-    }
-    shapes: Shapes = {"ln.weight": (768,), "ln.bias": (768,)}
-    for name, shape in matrices.items():
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[-1:]
-    return shapes
+# Models, as DDP's buckets: parameters in reverse, 1 MiB first, then 25 MiB each.
+
+
+def gpt2_small() -> Shapes:
+    """The shapes of GPT-2 small, 124 million parameters."""
+    shapes: Shapes = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768)}
+    for layer in range(12):
+        block = f"h.{layer}."
+        for name, shape in {
+            "ln_1": (768,), "attn.c_attn": (768, 2304), "attn.c_proj": (768, 768),
+            "ln_2": (768,), "mlp.c_fc": (768, 3072), "mlp.c_proj": (3072, 768),
+        }.items():  # fmt: skip
+            shapes[f"{block}{name}.weight"] = shape
+            shapes[f"{block}{name}.bias"] = shape[-1:]
+    return {**shapes, "ln_f.weight": (768,), "ln_f.bias": (768,)}
 
 
 def buckets_of(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
-    """Return the buckets that DDP would make: parameters in reverse, 1 MiB first, then 25 MiB each."""
+    """Return the buckets that DDP would make of parameters of some shapes."""
     buckets: list[list[ParameterSpec]] = [[]]
     limit_bytes, held_bytes = 1 << 20, 0
     for name, shape in reversed(shapes.items()):

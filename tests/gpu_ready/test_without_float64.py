@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from catalog import buckets, random_gradients
-from gpu_ready.counting import Alike, Counting, counted, gpt2_layer, on_meta
+from gpu_ready.counting import Alike, Counting, counted, gpt2_small, on_meta
 from thinwire import PowerSGD, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
@@ -16,6 +16,8 @@ from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine
 from thinwire.tensors import accelerators
+
+SHAPES = {name: shape for name, shape in gpt2_small().items() if name.startswith("h.0.")}
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def lacks_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
     engine = Engine(algorithm, Alike())
-    steps = counted(engine, gpt2_layer())
+    steps = counted(engine, SHAPES)
     with on_meta(), Counting() as figures:
         engine.reporter.stats()
         engine.state.error_norm()

@@ -1,14 +1,15 @@
-"""How often the host waits for an accelerator, and the same bits in every run."""
+"""Bounds on what a step costs an accelerator and its host, and the same bits in every run."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from gpu_ready.counting import Alike, by_triton, counted, gpt2_layer, on_meta
+from gpu_ready.counting import Alike, by_triton, counted, gpt2_small, on_meta
 from kernel_calls import asked
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
@@ -20,8 +21,32 @@ from thinwire.kernels.matrices import MatrixGroup, Rows
 from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.sync import Engine, Settings
 
-ONE_LAYER = gpt2_layer()
+GPT2 = gpt2_small()
+ONE_LAYER, THREE_LAYERS = (
+    {name: shape for name, shape in GPT2.items() if name.startswith(layers)}
+    for layers in (("h.0.",), ("h.0.", "h.1.", "h.2."))
+)
 RANK_4 = PowerSGD(matrix_rank=4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "has_triton", "host_check", "most_launches"),
+    [
+        (RANK_4, True, False, 46),
+        (Quantize(bits=4, error_feedback=True), True, True, 80),
+        (RANK_4, False, True, 210),
+    ],
+    ids=str,
+)
+def test_a_later_step_takes_few_launches_and_waits_once_or_never(
+    algorithm: Algorithm, has_triton: bool, host_check: bool, most_launches: int
+) -> None:
+    engine = Engine(algorithm, Alike(), settings=Settings(host_check=host_check))
+    with by_triton() if has_triton else nullcontext():
+        *_, later = counted(engine, GPT2 if has_triton else THREE_LAYERS)
+    assert later.launches.total() <= most_launches, later.launches
+    assert later.waits.total() == int(host_check), later.waits
+    assert engine.reporter.counts().compression_ratio > 1.5
 
 
 class OfTwoBackends(Alike):
