@@ -345,6 +345,17 @@ def test_one_process_has_nothing_to_attach_and_is_told_so(
     assert "nothing is averaged" in caplog.text
 
 
+@pytest.mark.skipif(not IS_FIVE, reason="not tried with the Trainer of Transformers 4")
+@in_each_process(2)
+def test_a_model_that_was_evaluated_before_training_is_refused(tmp_path: Path) -> None:
+    with several_processes():
+        trainer = new_trainer(str(tmp_path))
+        attach(trainer, ALGORITHM)
+        trainer.evaluate()  # from now on the Trainer does not wrap its model in DDP, also without Thinwire
+        with pytest.raises(thinwire.AttachError, match="eval_on_start"):
+            trainer.train()
+
+
 def test_misuse_is_refused(tmp_path: Path) -> None:
     trainer = new_trainer(str(tmp_path))
     with pytest.raises(thinwire.ConfigError, match=r"expected a transformers\.Trainer"):

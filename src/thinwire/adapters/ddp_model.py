@@ -230,6 +230,11 @@ def wrong_model(model: object) -> str:
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
     elif any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         rest = f" with DTensors (tensor or expert parallelism); {remedy}, {DIVIDED}"
+    elif getattr(model, "_is_accelerate_prepared", False):
+        rest = (
+            ", which Accelerate has prepared without DDP: this run has one process (then do not attach), or "
+            "the model was evaluated before training (pass TrainingArguments(eval_on_start=True) instead)"
+        )
     return f"expected a DistributedDataParallel model, got {type(model).__name__}{rest}"
 
 
