@@ -7,10 +7,8 @@ import torch
 
 from thinwire.comm import (
     InProcessTransport,
-    Message,
     Metered,
     Transport,
-    Work,
     run_members,
 )
 
@@ -40,29 +38,3 @@ def test_counts_messages_and_bytes(num_members: int, message_bytes: int) -> None
     for traffic in (member.traffic for member in members):
         assert (traffic.messages, traffic.message_bytes) == (6, message_bytes)
         assert traffic.members == num_members
-
-
-class Clock:
-    """A work that takes as long as it is told; so long does the host wait."""
-
-    now = 0.0
-
-    def wait(self) -> None:
-        self.now += 1.5
-        raise RuntimeError("the backend failed")
-
-
-def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("thinwire.comm.metered.time.perf_counter", lambda: clock.now)
-
-    class Failing(InProcessTransport):
-        def start(self, message: Message) -> Work:
-            return clock
-
-    (alone,) = Failing.group(1)
-    metered = Metered(alone)
-    work = metered.mean(torch.zeros(2), "a test")
-    with pytest.raises(RuntimeError, match="the backend failed"):
-        work.wait()
-    assert metered.traffic.waiting_seconds == 1.5
