@@ -75,8 +75,8 @@ def end_process() -> None:
     # Processes that a rank spawns, such as data workers, inherit its RANK.
     if trains and BUILT not in os.environ:
         print(
-            "thinwire attach: nothing was attached: no DistributedDataParallel was built. If this was the only "
-            "process, start several, such as by torchrun; FSDP2 takes thinwire.attach in the script "
+            "thinwire attach: nothing was attached: no DistributedDataParallel was built. If this was the "
+            "only process, start several, such as by torchrun; FSDP2 takes thinwire.attach in the script "
             "(docs/sharded.md)",
             file=sys.stderr,
         )
