@@ -58,7 +58,7 @@ def _check_length(
     tensor: torch.Tensor,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise if a tensor can't belong to the parameter's matrix: `width_of(side)` numbers an element."""
+    """Raise if a slot's tensor has not `width_of(side)` numbers for each row and column of the matrix."""
     shape = shapes[label]
     if len(shape) != 2 or tuple(tensor.shape) != (sum(side * width_of(side) for side in shape),):
         raise StateError(
