@@ -29,7 +29,8 @@ from in_lab import leave_job, run_in_lab
 from models import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
-from thinwire.advice.losses import BASELINE, priced
+from thinwire.advice.losses import BASELINE
+from thinwire.advice.priced import priced
 from thinwire.demo.model import GPT, SIZES
 from thinwire.probe import probe
 

@@ -15,40 +15,39 @@ from thinwire.advice.losses import (
     NOISE_PERCENT,
     known_optimizers,
     loss_gaps,
-    priced,
 )
-from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
-from thinwire.tensors.coded import block_bytes
+from thinwire.advice.priced import TABLE, InBlocks, InFactors, Priced, WholeElements
 
 PAGE = Path(__file__).parents[1] / "docs" / "calculator.json"
 GAP = ("name", "optimizer", "members", "parameters", "steps", "seeds", "percent", "is_recurrent")
 
 
-def bytes_of(algorithm: Algorithm) -> dict[str, Any]:
-    """Return what an algorithm's bytes follow from."""
-    if isinstance(algorithm, Quantize):
-        size = block_bytes(algorithm.block, algorithm.bits)
-        return {"kind": "blocks", "block": algorithm.block, "block_bytes": size}
-    if isinstance(algorithm, PowerSGD):
-        pairs = algorithm.factor_pairs
-        return {"kind": "factors", "matrix_rank": algorithm.matrix_rank, "factor_pairs": pairs}
-    return {"kind": "whole", "element_bytes": 4 if isinstance(algorithm, AllReduce) else 2}
+def bytes_of(row: Priced) -> dict[str, Any] | None:
+    """Return what an algorithm's bytes follow from; None for one whose losses are mostly not known."""
+    match row.format:
+        case WholeElements(element_bytes):
+            return {"kind": "whole", "element_bytes": element_bytes}
+        case InBlocks(block=block, block_bytes=size):
+            return {"kind": "blocks", "block": block, "block_bytes": size}
+        case InFactors(matrix_rank, factor_pairs=pairs):
+            return {"kind": "factors", "matrix_rank": matrix_rank, "factor_pairs": pairs}
+    return None
 
 
 def constants() -> dict[str, Any]:
     """Return all of them."""
     ways = [
         {
-            "name": code,
-            "measured_as": str(variant.algorithm),
-            "loses_more_than": variant.loses_more_than,
-            "loses_less_than": variant.loses_less_than,
-            "keeps_16_bits": variant.keeps_16_bits,
-            "arithmetic_seconds": planned.ARITHMETIC_SECONDS[code],
-            **bytes_of(variant.algorithm),
+            "name": row.name,
+            "measured_as": row.measured_as,
+            "loses_more_than": row.loses_more_than,
+            "loses_less_than": row.loses_less_than,
+            "keeps_16_bits": row.keeps_16_bits,
+            "arithmetic_seconds": row.arithmetic_seconds,
+            **sizes,
         }
-        for code, variant in priced().items()
-        if not isinstance(variant.algorithm, TopK)  # its losses are not known in most runs
+        for row in TABLE
+        if (sizes := bytes_of(row)) is not None
     ]
     return {
         "blocks_share": planned.BLOCKS_SHARE,

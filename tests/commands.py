@@ -190,6 +190,7 @@ def become(
     try:
         if name == "-u":
             sys.modules["__main__"] = main = types.ModuleType("__main__")
+            sys.argv = ["-c", *command[3:]]
             exec(command[2], main.__dict__)
         elif os.path.isabs(name):
             sys.path[0] = os.path.dirname(name)

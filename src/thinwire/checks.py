@@ -6,8 +6,6 @@ import os
 from collections.abc import Hashable
 from numbers import Integral, Real
 
-from torch.amp.grad_scaler import GradScaler
-
 from thinwire.errors import ConfigError, ThinwireError
 
 PROCESSES_PER_CORE = 8
@@ -69,10 +67,3 @@ def true_or_false(name: str, value: object) -> bool:
     if not isinstance(value, Hashable) or value not in {True, False}:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
     return bool(value)
-
-
-def checked_scaler(grad_scaler: object) -> GradScaler | None:
-    """Return the scaler, or None; raise for anything else."""
-    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {shown(grad_scaler)}")
-    return grad_scaler

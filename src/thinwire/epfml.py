@@ -13,10 +13,10 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire import algorithms
 from thinwire.adapters.tensors import GradientListAdapter, Gradients
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRankRoute, translated
-from thinwire.checks import checked_scaler, shown
+from thinwire.checks import shown
 from thinwire.errors import ConfigError, StepError
 from thinwire.plan import ParameterSpec, Plan
-from thinwire.sync.settings import StepOptions, checked_on_nonfinite
+from thinwire.sync.settings import StepOptions, checked_on_nonfinite, checked_scaler
 from thinwire.sync.stats import Stats
 from thinwire.sync.weights import Weight, checked_weight
 from thinwire.torch_private import was_unscaled

@@ -20,12 +20,13 @@ from advice.ways import advice_of, network, only_priced, way
 from processes import in_each_process
 from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice
-from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss, priced
+from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss
 from thinwire.advice.prediction import Prediction
+from thinwire.advice.priced import priced
 from thinwire.advice.timeline import Sent, Timeline
-from thinwire.comm import Collective
 from thinwire.probe.measured_link import MeasuredLink, Transfer
 from thinwire.sync import Engine
+from thinwire.wire import Collective
 from training import told_by_all
 
 # As its own names are loaded with their first use.
@@ -149,6 +150,7 @@ def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximatio
     assert any(code.startswith("TopK") for code in variants)
     for code, variant in variants.items():
         assert eval(code, PUBLIC) == variant.algorithm
+        assert str(variant.algorithm) == variant.measured_as
 
 
 def test_messages_are_priced_by_what_carries_them() -> None:
@@ -161,7 +163,7 @@ def test_messages_are_priced_by_what_carries_them() -> None:
     assert slow.transfer("all_to_all", num_bytes).seconds == pytest.approx(1.5 * num_bytes / 1e6)
 
 
-FEW = ("AllReduce()", BASELINE, "Quantize(bits=8)", "TopK(density=1 / 32)", "PowerSGD(matrix_rank=4)")
+FEW = ("AllReduce()", BASELINE, "Quantize(bits=8)", "TopK(density=0.03125)", "PowerSGD(matrix_rank=4)")
 
 
 @in_each_process(2)

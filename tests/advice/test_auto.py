@@ -20,7 +20,8 @@ from processes import in_each_process
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
 from thinwire.advice.automatic import Auto, Rules
-from thinwire.advice.losses import Training, priced
+from thinwire.advice.losses import Training
+from thinwire.advice.priced import priced
 from thinwire.comm import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of

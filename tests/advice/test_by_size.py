@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,31 @@ import torch
 from torch import nn
 
 from advice.ways import network
+from commands import run_python
 from processes import Typed
 from thinwire import advise
 from thinwire.advice import Advice
-from thinwire.advice.losses import priced
-from thinwire.advice.planned_steps import ARITHMETIC_SECONDS, advise_by_size, stand_in
+from thinwire.advice.planned_steps import advise_by_size, gradient_shapes, in_buckets
+from thinwire.advice.priced import TABLE, Priced, Shape
 from thinwire.launch import group_of_one
+from thinwire.plan import ParameterSpec
 from thinwire.probe.measured_link import MeasuredLink
 
 # Two blocks of width 64, and an embedding.
 PARAMETERS = 64 * 1881
+
+WITHOUT_TORCH = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("thinwire", "torch")]:
+    del sys.modules[name]
+sys.modules["torch"] = None
+from thinwire.cli import main
+main()
+"""
+
+
+def transformer_block() -> nn.Module:
+    return nn.TransformerEncoderLayer(64, 1, 256, dropout=0.0, batch_first=True)
 
 
 def one_step(model: nn.Module) -> None:
@@ -32,20 +48,40 @@ def by_name(advice: Advice) -> dict[str, Any]:
     return {prediction.name: prediction for prediction in advice.predictions}
 
 
-@pytest.mark.parametrize("parameters", [1, 70, 5_000_000, 123_456_789])
-def test_a_stand_in_has_as_many_parameters_as_were_asked_for(parameters: int) -> None:
-    assert sum(parameter.numel() for parameter in stand_in(parameters).parameters()) == parameters
+@pytest.mark.parametrize("members", [2, 3, 8])
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_bytes_are_those_of_the_algorithms_plans(row: Priced, members: int) -> None:
+    for parameters in (1, 70, 5_000_000, 123_456_789):
+        shapes = gradient_shapes(parameters)
+        assert sum(map(math.prod, shapes)) == parameters
+        for bucket in in_buckets(shapes):
+            specs = [ParameterSpec(str(index), *laid_out(shape)) for index, shape in enumerate(bucket)]
+            routes = row.algorithm.prepare(specs, num_members=members).routes
+            sent = row.format.sent(bucket, members)
+            assert sum(sent.round_bytes) == sum(route.message_bytes for route in routes)
+            assert len(sent.round_bytes) == max(route.rounds for route in routes)
+            kept = sum(route.gradient_bytes for route in routes if route.is_compressed)
+            assert sent.residual_bytes == row.algorithm.remembers * kept
 
 
-def test_every_priced_algorithm_has_a_time_for_its_arithmetic() -> None:
-    assert ARITHMETIC_SECONDS.keys() == priced().keys()
+def laid_out(shape: Shape) -> tuple[Shape, Shape, torch.dtype]:
+    return shape, torch.empty(shape, device="meta").stride(), torch.float32
+
+
+def test_the_command_answers_without_torch() -> None:
+    """Importing it would take longer than the answer."""
+    asked = "--parameters", "350M", "--compute", "0.8s", "--rate", "1gbit"
+    answer = run_python("-u", "-c", WITHOUT_TORCH, "advise", *asked)
+    assert answer.stdout.startswith("Do this: ")
 
 
 def test_the_answer_is_that_of_a_real_model_of_this_shape() -> None:
     """On a link so slow that the arithmetic of this machine, and its noise, count for nothing."""
     link = MeasuredLink.of_rate(1e3, 0.5, 3)
     with group_of_one():
-        model = stand_in(PARAMETERS, "cpu")
+        model = nn.Sequential(nn.Embedding(1881 - 2 * 781, 64), *(transformer_block() for _ in range(2)))
+        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+        assert shapes[::-1] == gradient_shapes(PARAMETERS)
         timed = advise(model, one_step, link.probe, budget_seconds=0.1, optimizer="AdamW", total_steps=2000)
     planned = advise_by_size(
         PARAMETERS, timed.compute_seconds, link, optimizer="AdamW", total_steps=2000, budget_loss=0.01

@@ -20,11 +20,11 @@ from thinwire.advice.losses import (
     expected_losses,
     known_optimizers,
     loss_gaps,
-    optimizer_name,
-    priced,
 )
-from thinwire.advice.planned_steps import LEAST_GAIN, planned_steps, stand_in
+from thinwire.advice.planned_steps import LEAST_GAIN, planned_steps
 from thinwire.advice.prediction import SHARDING, choose, contenders
+from thinwire.advice.priced import priced
+from thinwire.advice.trained import optimizer_name, training_of
 from thinwire.plan import ParameterSpec
 from thinwire.probe.measured_link import MeasuredLink
 
@@ -86,10 +86,10 @@ def test_the_shipped_table_knows_how_far_its_trainings_reach() -> None:
         losses = expected_losses(Training("AdamW", 2, 85_000_000, steps))
         assert losses['Cast("bf16")'].order == losses["AllReduce()"].order == 0
     # An LSTM of as many parameters lost more than a transformer, whose losses count where it has none.
-    recurrent = Training.of(nn.LSTM(8, 8), "AdamW", 4, 400)
+    recurrent = training_of(nn.LSTM(8, 8), "AdamW", 4, 400)
     assert recurrent == Training("AdamW", 4, parameters=576, steps=400, is_recurrent=True)
     assert expected_loss("Quantize(bits=2)", recurrent).short == "+4.8"
-    assert not Training.of(nn.Linear(8, 8), "AdamW", 4).is_recurrent
+    assert not training_of(nn.Linear(8, 8), "AdamW", 4).is_recurrent
     # Low rank that was measured in a small model tells nothing of a far larger one, but with SGD.
 
     def rank_16(optimizer: str, numel: int) -> str:
@@ -187,7 +187,7 @@ def test_the_page_of_slow_links_takes_what_is_advised(optimizer: str) -> None:
     heading = text.partition("sending 16 bits, over computing |")[2].partition("more")[0]
     cells = text.partition(f"\n| {optimizer} | ")[2].splitlines()[0].split(" | ")
     training = Training(optimizer, 2, parameters, 20_000)
-    steps = planned_steps(stand_in(parameters), compute_seconds, training)
+    steps = planned_steps(compute_seconds, training)
 
     def best(ratio: float, budget_loss: float = 0.01) -> str:
         link = MeasuredLink.of_rate(16 * parameters / (ratio * compute_seconds), 2e-4, 2)

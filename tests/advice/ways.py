@@ -10,7 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 from thinwire.advice import Advice, ExpectedLoss, LossGap, Prediction, losses, priced_steps
-from thinwire.advice.losses import EXACT_LOSS, priced
+from thinwire.advice.losses import EXACT_LOSS
+from thinwire.advice.priced import priced
 from thinwire.probe import Probe, Timing
 from thinwire.probe.link_timings import ring_share
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from comm.every_collective import check_every_collective, tensor_of
 from processes import in_each_process
+from thinwire import wire
 from thinwire.comm import ProcessGroupTransport, checked_group, p2p, process_group
 from thinwire.comm.process_group import DistWork, own_subgroup
 from thinwire.comm.transport import Operation
@@ -92,7 +93,7 @@ def test_a_message_that_no_one_waits_for_breaks_nothing() -> None:
 def test_among_four_short_gathers_go_p2p() -> None:
     rows = torch.empty(4, 1)
     for most, calls in ((4, (3, 0)), (3, (0, 1))):
-        with patch.object(p2p, "MAX_P2P_BYTES", most):
+        with patch.object(wire, "MAX_P2P_BYTES", most):
             transport = ProcessGroupTransport()
         check_every_collective(transport)
         assert transport.backend_for(rows.device) == "gloo"

@@ -13,15 +13,8 @@ import torch
 
 from thinwire.adapters.attach import attach
 from thinwire.advice.advice_page import none_within
-from thinwire.advice.losses import (
-    BASELINE,
-    EXACT,
-    Training,
-    expected_losses,
-    notes_on_losses,
-    optimizer_name,
-    priced,
-)
+from thinwire.advice.losses import BASELINE, EXACT, Training, expected_losses
+from thinwire.advice.notes import notes_on_losses
 from thinwire.advice.prediction import (
     Prediction,
     checked_budget,
@@ -30,6 +23,8 @@ from thinwire.advice.prediction import (
     choose,
     contenders,
 )
+from thinwire.advice.priced import priced
+from thinwire.advice.trained import notes_on_optimizer, optimizer_name, training_of
 from thinwire.algorithms import AllReduce
 from thinwire.checks import whole_count, whole_number
 from thinwire.comm import CALL, agree, gather_numbers
@@ -84,8 +79,9 @@ def auto(
     probe_steps = whole_number("probe_steps", probe_steps, minimum=2)  # there are no quartiles of one
     rules = Rules(checked_budget(budget_loss), checked_gain(least_gain), probe_steps, every_steps)
     sync = attach(model, AllReduce(), **settings)
-    training = Training.of(model, name, engine_of(sync).inter_node.size, total_steps)
-    return Auto(sync, training, rules, list(notes_on_losses(optimizer, total_steps)))
+    training = training_of(model, name, engine_of(sync).inter_node.size, total_steps)
+    notes = [*notes_on_losses(name, total_steps), *notes_on_optimizer(optimizer)]
+    return Auto(sync, training, rules, notes)
 
 
 class Rules(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
-from socket import gethostname
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +16,12 @@ from torch import nn
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
+from thinwire.advice.notes import notes_on_link, notes_on_losses
 from thinwire.advice.prediction import checked_budget, checked_gain, checked_steps
 from thinwire.advice.priced_steps import PricedSteps
-from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark
-from thinwire.advice.timeline import Stopwatch
+from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark, mean_over_processes
+from thinwire.advice.stopwatch import Stopwatch
+from thinwire.advice.trained import notes_on_optimizer, optimizer_name, training_of
 from thinwire.checks import number
 from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import AttachError, ConfigError
@@ -97,14 +98,19 @@ def advise(
         if not dist.is_initialized():
             entered.enter_context(group_of_one())
         link, transport = _link_between_replicas(module, probe, replicas), ProcessGroupTransport()
-        training = Training.of(module, name, link.members, total_steps)
+        training = training_of(module, name, link.members, total_steps)
         stopwatch = Stopwatch(link.members, device)
         kind = import_module(SHARDED).ShardedSubject if is_fsdp2(module) else DDPSubject
         subject = kind(module, stopwatch.transport, entered)
         gradient_bytes = sum(p.nbytes for p in subject.model.parameters() if p.requires_grad)
-        steps = PricedSteps(training, transport, gradient_bytes, subject.shards)
+        means = partial(mean_over_processes, transport=transport)
+        steps = PricedSteps(training, gradient_bytes, means, subject.shards)
         StepBenchmark(subject, one_step, stopwatch).run(steps, budget_seconds, progress)
-        notes = *notes_on_losses(optimizer, total_steps), *notes_on_link(link, transport.size, device)
+        notes = (
+            *notes_on_losses(name, total_steps),
+            *notes_on_optimizer(optimizer),
+            *notes_on_link(link, transport.size, device.type),
+        )
         return steps.advice(link, least_gain, budget_loss, notes)
 
 
@@ -143,32 +149,3 @@ def _link_between_replicas(
     if replicas is not None:
         raise ConfigError("replicas is for models of fully_shard; leave it out")
     return MeasuredLink.of(probe or measure_network())
-
-
-def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) -> Iterator[str]:
-    """Yield how the probe differs from this job, and what is assumed about machines of several processes."""
-    probe, predicted_processes = link.probe, link.members * link.shards * link.processes
-    if link.processes > 1:
-        yield (
-            f"Predicted for {link.members} machines of {link.processes} processes, which average inside of a "
-            "machine first, as if nothing hid that (docs/machines.md): bytes are those that leave a machine."
-        )
-    if link.shards > 1:
-        shared = f"the {link.shards} of a replica share one link"
-        yield f"Predicted for {link.members} replicas of {link.shards} shards; {shared} to the others."
-    # A job of one replica may ask about any network.
-    if num_processes not in (link.shards, predicted_processes):
-        sizes = f"of {probe.world_size} processes, this job has {num_processes}"
-        yield f"The probe is {sizes}: predictions are for {predicted_processes}."
-    if probe.device != device.type:
-        yield f"The probe is of messages on {probe.device}; steps were timed on {device.type}."
-    hosts, here = list(dict.fromkeys(probe.hosts)), gethostname()
-    if hosts and here not in hosts:
-        few = ", ".join(hosts[:4]) + (", …" if len(hosts) > 4 else "")
-        yield f"The probe is of other machines ({few}): their links, and the arithmetic of this one, {here}."
-    # If this job has just probed the network itself, it knows that.
-    if len(hosts) == 1 and num_processes != probe.world_size:
-        here_alone = f"All processes of the probe ran on one machine, {hosts[0]}"
-        yield f"{here_alone}; for a training on several, probe between those."
-    if probe.doubt:
-        yield f"The probe is doubtful: {probe.doubt}."

@@ -1,27 +1,21 @@
-"""The priced algorithms and the loss each costs: gaps to exact averaging, from `loss_gaps.json`."""
+"""The loss that each priced algorithm costs: gaps to exact averaging, from `loss_gaps.json`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-import torch
-from torch import nn
-
-from thinwire.algorithms import registry
-from thinwire.algorithms.registry import Variant
+from thinwire.advice.priced import priced
 from thinwire.errors import ConfigError
 
 # 16 bits have no measurable loss, and every backend supports them: compression must beat that.
 EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
 # Bf16 and 8 bits, which lose nothing, moved single runs by this much (docs/optimizers.md).
 NOISE_PERCENT = 0.5
-SGD_MOMENTUM = 0.9  # in all trainings of the table
 MAX_NAME_LENGTH = 100  # it is printed
 # A matrix rank is a smaller share of a wider matrix: rank 16 makes gradients of 0.67 M parameters 6 times
 # smaller, of 350 M parameters 54 times. With AdamW, the rank that gives 54 in the small model lost 17 %. So
@@ -69,13 +63,6 @@ class Training:
     parameters: int
     steps: int | None = None  # None for as few as were measured
     is_recurrent: bool = False
-
-    @classmethod
-    def of(cls, model: nn.Module, optimizer: str | None, members: int, steps: int | None = None) -> Training:
-        numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        kinds = {type(module) for module in model.modules()}
-        is_recurrent = any(issubclass(kind, nn.RNNBase | nn.RNNCellBase) for kind in kinds)
-        return cls(optimizer, members, numel, steps, is_recurrent)
 
 
 @dataclass(frozen=True)
@@ -130,11 +117,6 @@ EXACT_LOSS = ExpectedLoss("exact", 0.0, 0.0, 0.0)
 UNKNOWN_LOSS = ExpectedLoss("unknown")
 
 
-def priced() -> dict[str, Variant]:
-    """Return the priced algorithms by their code."""
-    return {variant.code: variant for registered in registry.REGISTRY for variant in registered.priced}
-
-
 @cache
 def loss_gaps() -> tuple[LossGap, ...]:
     """Return all gaps of `loss_gaps.json`."""
@@ -147,55 +129,17 @@ def known_optimizers() -> list[str]:
     return sorted({gap.optimizer for gap in loss_gaps()})
 
 
-def optimizer_name(optimizer: object) -> str | None:
-    """Return the name under which an optimizer's loss gaps are looked up; None for the worst of all."""
-    if optimizer is None:
+def name_in_table(name: object) -> str | None:
+    """Return an optimizer's name as the table spells it, if it is there; None for the worst of all."""
+    if name is None:
         return None
-    optimizer = _unwrapped(optimizer)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        # A subclass of SGD counts as SGD.
-        names = [kind.__name__ for kind in type(optimizer).__mro__]
-        return next((name for name in names if name in known_optimizers()), names[0])
-    text = optimizer.strip() if isinstance(optimizer, str) else ""
+    text = name.strip() if isinstance(name, str) else ""
     if not 0 < len(text) <= MAX_NAME_LENGTH:
         raise ConfigError(
-            f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {optimizer!r:.200}'
+            f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {name!r:.200}'
         )
-    plain = text.rpartition(".")[2].lower()  # the name may be written torch.optim.AdamW
-    return next((name for name in known_optimizers() if name.lower() == plain), text)
-
-
-def notes_on_losses(optimizer: object, total_steps: int | None) -> Iterator[str]:
-    """Yield sentences on how the user's run differs from those in which gaps were measured."""
-    known, name = ", ".join(known_optimizers()), optimizer_name(optimizer)
-    if name is None:
-        yield f"Loss gaps are the largest of {known}; name your optimizer for its own."
-    elif name not in known_optimizers():
-        yield f"No loss gap was measured with {name}, only with {known}: the largest of them counts."
-    unwrapped = _unwrapped(optimizer)
-    if isinstance(unwrapped, torch.optim.Optimizer) and name in known_optimizers():
-        if (class_name := type(unwrapped).__name__) != name:
-            yield f"No loss gap was measured with {class_name}: those of {name}, its base class, count."
-        if name == "SGD" and not any(group.get("momentum") for group in unwrapped.param_groups):
-            yield f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none."
-    if total_steps is None:
-        few_bits = "Few bits lose more in short runs, and this run's length is unknown"
-        yield f"{few_bits} (--steps, total_steps=): losses are those of the shortest runs that were measured."
-
-
-def notes_on_size(training: Training) -> Iterator[str]:
-    """Yield a sentence if no loss was measured with such a large model."""
-    largest = max(gap.parameters for gap in loss_gaps())
-    if training.parameters > 2 * largest:
-        sizes = f"{training.parameters / 1e6:,.4g} M parameters, none above {largest / 1e6:.3g} M"
-        yield f"Losses are not measured at this size, {sizes}: they are those of the nearest training."
-
-
-def _unwrapped(optimizer: object) -> object:
-    # Frameworks wrap optimizers.
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    return optimizer
+    plain = text.rpartition(".")[2].lower()  # it may be written torch.optim.AdamW
+    return next((known for known in known_optimizers() if known.lower() == plain), text)
 
 
 def expected_losses(training: Training) -> dict[str, ExpectedLoss]:
@@ -205,7 +149,7 @@ def expected_losses(training: Training) -> dict[str, ExpectedLoss]:
         # 16 bits changed nothing in runs of any length.
         asked = replace(training, steps=None) if variant.keeps_16_bits else training
         bounds = variant.loses_more_than, variant.loses_less_than
-        losses[code] = expected_loss(str(variant.algorithm), asked, *bounds)
+        losses[code] = expected_loss(variant.measured_as, asked, *bounds)
     return losses | {EXACT: EXACT_LOSS}
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
 
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.losses import BASELINE, Training, expected_losses, notes_on_size, priced
+from thinwire.advice.losses import BASELINE, Training, expected_losses
+from thinwire.advice.notes import notes_on_size
 from thinwire.advice.prediction import NATIVE, Prediction, code_of
+from thinwire.advice.priced import priced
 from thinwire.advice.timeline import Network, Timeline
-from thinwire.comm import Transport, gather_numbers
 from thinwire.probe.measured_link import MeasuredLink
 
 ROUND_TRIPS_MS = (0, 5, 20, 80)
@@ -34,10 +34,14 @@ class PricedSteps:
     """Steps with each priced algorithm, timed or planned, and what they would take on a network."""
 
     def __init__(
-        self, training: Training, transport: Transport, gradient_bytes: int, shards: int | None = None
+        self,
+        training: Training,
+        gradient_bytes: int,
+        mean_over_processes: Callable[[list[float]], list[float]],
+        shards: int | None = None,
     ) -> None:
         self.training, self.gradient_bytes = training, gradient_bytes
-        self.transport = transport  # between all processes that measure
+        self.mean_over_processes = mean_over_processes  # of all that measure
         self.shards = shards  # processes that together hold a replica
         self.variants, self.losses = priced(), expected_losses(training)
         self.baseline = NATIVE if shards else BASELINE
@@ -64,7 +68,7 @@ class PricedSteps:
             seconds = *quartiles(timed, link.transfer), *(quartiles(timed, other)[0] for other in on_others)
             numbers += [inside_seconds + taken for taken in seconds]
         # All in one message, with equal results on all processes, so that all choose the same.
-        means = iter(mean_over_processes(numbers, self.transport))
+        means = iter(self.mean_over_processes(numbers))
         compute_seconds, low_seconds, high_seconds = next(means), next(means), next(means)
         predictions = []
         for name, timed in self.timed.items():
@@ -115,9 +119,3 @@ def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:
         return ordered[math.ceil(len(ordered) * math.pow(share, 1 / processes)) - 1]
 
     return below(0.5), below(0.25), below(0.75)
-
-
-def mean_over_processes(numbers: Sequence[float], transport: Transport) -> list[float]:
-    """Return the mean of each number over all processes. Collective."""
-    everyone = gather_numbers(numbers, transport, "advise: what the processes have measured")
-    return [fmean(column) for column in zip(*everyone, strict=True)]

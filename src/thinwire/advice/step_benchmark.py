@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import DDPAdapter, adapter_of, switched
-from thinwire.advice.priced_steps import PricedSteps, TimedSteps, mean_over_processes
-from thinwire.advice.timeline import Stopwatch, Timeline
+from thinwire.advice.priced_steps import PricedSteps, TimedSteps
+from thinwire.advice.stopwatch import Stopwatch
+from thinwire.advice.timeline import Timeline
 from thinwire.algorithms import Algorithm
-from thinwire.comm import Transport, own_subgroup
+from thinwire.comm import Transport, gather_numbers, own_subgroup
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine
 
@@ -82,7 +84,7 @@ class StepBenchmark:
             if done == MIN_ROUNDS:
                 # The mean over all processes: a module that communicates must run the same number of times.
                 seconds = (time.perf_counter() - start) / done
-                (round_seconds,) = mean_over_processes([seconds], priced.transport)
+                (round_seconds,) = priced.mean_over_processes([seconds])
                 # Long steps may exceed the budget: fewer rounds would measure nothing.
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 pace = f", {round_seconds:.1f} s each"
@@ -105,3 +107,9 @@ class StepBenchmark:
             raise ConfigError(f"one_step(model) must run {needs}")
         timed.timelines += timelines[UNTIMED_STEPS:]
         model.zero_grad(set_to_none=True)
+
+
+def mean_over_processes(numbers: Sequence[float], transport: Transport) -> list[float]:
+    """Return the mean of each number over all processes. Collective."""
+    everyone = gather_numbers(numbers, transport, "advise: what the processes have measured")
+    return [fmean(column) for column in zip(*everyone, strict=True)]

@@ -25,18 +25,12 @@ AUTO = "auto"  # in place of an algorithm's name: choose one
 
 @dataclass(frozen=True)
 class Variant:
-    """An algorithm with settings to try."""
+    """An algorithm with settings that `thinwire check` tries."""
 
     code: str  # the text that stands in code after `thinwire.`
     algorithm: Algorithm
     # Largest relative error of its means. If it keeps a residual: of the sum of all means and the residual.
     tolerance: float = 1e-5
-    is_checked: bool = False  # by `thinwire check`
-    is_priced: bool = False  # by `thinwire.advise`, which has a table of its cost in loss
-    keeps_16_bits: bool = False  # whether its means are as good as 16 bits
-    # If this one was not measured: algorithms (as `str`) that certainly lose less, and more.
-    loses_more_than: str = ""
-    loses_less_than: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,6 @@ class Registered:
     name: str  # on a command line
     make: Callable[..., Algorithm]  # with settings by name; all have defaults
     variants: tuple[Variant, ...] = ()
-    priced_too: tuple[Variant, ...] = ()  # tried by `thinwire.advise` only
     is_lossy: bool = True  # whether its means are approximate
 
     @property
@@ -58,11 +51,6 @@ class Registered:
     def has_memory(self) -> bool:
         """Whether it keeps state between steps."""
         return self.make().remembers
-
-    @property
-    def priced(self) -> tuple[Variant, ...]:
-        """The variants that `thinwire.advise` prices."""
-        return (*(variant for variant in self.variants if variant.is_priced), *self.priced_too)
 
     def made(self, **offered: object) -> Algorithm:
         """Make it, with those of the offered settings that it has."""
@@ -112,84 +100,36 @@ def parsed(text: str) -> Algorithm | dict[str, Any]:
         raise ConfigError(f"{text!r} does not fit {name}, which has the settings {fields}") from error
 
 
-def _tried(code: str, **facts: Any) -> Variant:
-    return Variant(code, cast("Algorithm", parsed(code)), **facts)
+def _tried(code: str, tolerance: float = 1e-5) -> Variant:
+    return Variant(code, cast("Algorithm", parsed(code)), tolerance)
 
 
 REGISTRY: tuple[Registered, ...] = (
-    Registered(
-        "exact",
-        AllReduce,
-        (_tried("AllReduce()", is_checked=True, is_priced=True, keeps_16_bits=True),),
-        is_lossy=False,
-    ),
-    Registered(
-        "fp16",
-        lambda: Cast("fp16"),
-        (_tried('Cast("fp16")', tolerance=3e-3, is_checked=True, keeps_16_bits=True),),
-    ),
-    Registered(
-        "bf16",
-        lambda: Cast("bf16"),
-        (_tried('Cast("bf16")', tolerance=2e-2, is_checked=True, is_priced=True, keeps_16_bits=True),),
-    ),
+    Registered("exact", AllReduce, (_tried("AllReduce()"),), is_lossy=False),
+    Registered("fp16", lambda: Cast("fp16"), (_tried('Cast("fp16")', 3e-3),)),
+    Registered("bf16", lambda: Cast("bf16"), (_tried('Cast("bf16")', 2e-2),)),
     Registered(
         "quantize",
         Quantize,
         (
-            _tried(
-                "Quantize(bits=8)",
-                tolerance=3e-2,
-                is_checked=True,
-                is_priced=True,
-                loses_more_than="Cast(dtype='bf16')",
-                loses_less_than="Quantize(bits=4)",
-            ),
-            _tried(
-                "Quantize(bits=6)",
-                tolerance=0.1,
-                is_checked=True,
-                is_priced=True,
-                loses_more_than="Quantize(bits=8)",
-                loses_less_than="Quantize(bits=4)",
-            ),
-            _tried("Quantize(bits=4)", tolerance=0.3, is_checked=True, is_priced=True),
-            _tried("Quantize(bits=2)", tolerance=0.7, is_checked=True, is_priced=True),
+            _tried("Quantize(bits=8)", 3e-2),
+            _tried("Quantize(bits=6)", 0.1),
+            _tried("Quantize(bits=4)", 0.3),
+            _tried("Quantize(bits=2)", 0.7),
         ),
     ),
     Registered(
         "powersgd",
         PowerSGD,
         (
-            _tried("PowerSGD(matrix_rank=1)", is_priced=True),
-            _tried("PowerSGD(matrix_rank=2)", is_checked=True, is_priced=True),
-            _tried("PowerSGD(matrix_rank=4)", is_priced=True),
-            _tried(
-                "PowerSGD(matrix_rank=8)",
-                is_priced=True,
-                loses_more_than="PowerSGD(matrix_rank=16)",
-                loses_less_than="PowerSGD(matrix_rank=4)",
-            ),
-            _tried(
-                "PowerSGD(matrix_rank=4, alternating=True)",
-                is_priced=True,
-                loses_more_than="PowerSGD(matrix_rank=8, alternating=True)",
-            ),
-            _tried("PowerSGD(matrix_rank=2, alternating=True)", is_checked=True),
-            _tried('PowerSGD(matrix_rank=2, wire_dtype="bf16")', tolerance=2e-2, is_checked=True),
+            _tried("PowerSGD(matrix_rank=2)"),
+            _tried("PowerSGD(matrix_rank=2, alternating=True)"),
+            _tried('PowerSGD(matrix_rank=2, wire_dtype="bf16")', 2e-2),
         ),
-        priced_too=(_tried("PowerSGD(matrix_rank=16)"),),
     ),
-    Registered(
-        "batched-powersgd", BatchedPowerSGD, (_tried("BatchedPowerSGD(matrix_rank=1)", is_checked=True),)
-    ),
-    Registered(
-        "topk",
-        TopK,
-        # The check is that nothing is forgotten, which holds only with these settings.
-        (_tried('TopK(error_decay=1, merge="members")', is_checked=True),),
-        priced_too=(Variant("TopK(density=1 / 32)", TopK(density=1 / 32)),),
-    ),
+    Registered("batched-powersgd", BatchedPowerSGD, (_tried("BatchedPowerSGD(matrix_rank=1)"),)),
+    # Nothing is forgotten only with these settings.
+    Registered("topk", TopK, (_tried('TopK(error_decay=1, merge="members")'),)),
 )
 
 # A state's slots are found by name, whichever algorithm saved it.

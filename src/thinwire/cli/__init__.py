@@ -86,7 +86,8 @@ def build_app() -> typer.Typer:
             typer.echo(f"thinwire {__version__}")
             raise typer.Exit
 
-    for name in COMMANDS:
+    # A command that was typed is imported alone: most of the others import torch.
+    for name in set(sys.argv[1:2]).intersection(COMMANDS) or COMMANDS:
         # All arguments after the script of `run`, or the command of `attach`, belong to it, even options.
         context = {"allow_interspersed_args": False} if name in ("run", "attach") else None
         app.command(context_settings=context)(getattr(import_module(f"thinwire.cli.{name}"), name))

@@ -16,8 +16,7 @@ from thinwire.comm.machines import (
     ranks_by_machine,
     why_by_itself,
 )
-from thinwire.comm.metered import Metered, Note, Recording, Traffic, wire_bytes
-from thinwire.comm.p2p import round_trips_over_gloo
+from thinwire.comm.metered import Metered, Note, Recording, Traffic
 from thinwire.comm.process_group import (
     ProcessGroupTransport,
     checked_group,
@@ -27,11 +26,10 @@ from thinwire.comm.process_group import (
     own_group,
     own_subgroup,
 )
-from thinwire.comm.transport import Collective, CombinedWork, CompletedWork, Message, Transport, Work
+from thinwire.comm.transport import CombinedWork, CompletedWork, Message, Transport, Work
 
 __all__ = [
     "CALL",
-    "Collective",
     "CombinedWork",
     "CompletedWork",
     "Description",
@@ -60,9 +58,7 @@ __all__ = [
     "own_group",
     "own_subgroup",
     "ranks_by_machine",
-    "round_trips_over_gloo",
     "run_members",
     "true_for_all",
     "why_by_itself",
-    "wire_bytes",
 ]

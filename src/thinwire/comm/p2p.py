@@ -20,7 +20,6 @@ finds its message, and both end in the group's timeout.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -35,43 +34,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from thinwire.comm.transport import Collective, Operation
+from thinwire.comm.transport import Operation
+from thinwire.wire import HEAD_BYTES
 
 POSTED_AHEAD = 4
-HEAD_BYTES = 1 << 19  # a rank sends this much at the same time: 40 ms at 100 Mbit/s
 LENGTH_BYTES = 8
-# Among more than two ranks, long messages use Gloo's ring, which was not slower than p2p.
-MAX_P2P_SIZE, MAX_P2P_BYTES = 16, 1 << 20
-# Longer sums use Gloo's own all-reduce, which runs in its thread during the backward pass.
-MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_BYTES = 1 << 22, 1 << 19
-# A sum up to this size is sent whole to all peers, so that it takes one message: 5 ms at 100 Mbit/s.
-MAX_GATHERED_SUM_BYTES = 1 << 16
 # If Gloo has several connections (GLOO_SOCKET_IFNAME=eth0,eth0), the tag selects which one carries a message.
 NUM_TAGS = 8
 TAGS = {"all_reduce": 0x7D00, "all_gather": 0x7D10, "all_to_all": 0x7D20, "sums": 0x7D30}
-
-
-def p2p_limits(kind: str, size: int) -> tuple[float, float]:
-    """Return the most bytes sent whole to each peer, and the most bytes sent by p2p at all."""
-    if size > MAX_P2P_SIZE:
-        return 0, 0
-    if kind == "all_reduce":
-        if size <= 2:
-            return MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_OF_TWO_BYTES
-        return MAX_GATHERED_SUM_BYTES / (size - 1), MAX_P2P_SUM_BYTES
-    most = MAX_P2P_BYTES if kind == "all_gather" and size > 2 else math.inf
-    return most, most
-
-
-def round_trips_over_gloo(collective: Collective, handed_bytes: float, size: int) -> tuple[float, int]:
-    """Return how many round trips a message waits, and the bytes of its head if its rest is requested."""
-    whole, most = p2p_limits(collective, size)
-    if handed_bytes > most:
-        return (size - 1) * (2 if collective == "all_reduce" else 1), 0
-    if handed_bytes > whole:
-        return 1.0, 0
-    sent_bytes = (size - 1) * handed_bytes / (size if collective == "all_to_all" else 1)
-    return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
 
 
 class PostedRecv(NamedTuple):

@@ -26,13 +26,13 @@ from thinwire.comm.p2p import (
     PeerWork,
     TwoStepAllReduce,
     as_bytes,
-    p2p_limits,
     reduce_rows,
 )
-from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
+from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
 from thinwire.torch_private import default_store, is_profiling, timeout_of, unrecorded
+from thinwire.wire import Collective, p2p_limits
 
 Result = TypeVar("Result")
 Works: TypeAlias = "Sequence[dist.Work | PeerWork | TwoStepAllReduce]"

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-Operation: TypeAlias = Literal["sum", "mean", "max"]
+from thinwire.wire import Collective
 
-Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
+Operation: TypeAlias = Literal["sum", "mean", "max"]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.checks import checked_scaler, number, shown, true_or_false, whole_count
+from thinwire.checks import number, shown, true_or_false, whole_count
 from thinwire.errors import ConfigError
-from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite, checked_scaler
 
 
 def written(settings: Any) -> str:

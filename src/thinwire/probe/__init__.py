@@ -1,6 +1,23 @@
 """Measure how fast a network is, on the processes that will train."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from thinwire.probe.link_timings import PairTiming, Probe, Timing
-from thinwire.probe.prober import probe
+
+if TYPE_CHECKING:
+    from thinwire.probe.prober import probe
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import `probe` when it is first used: a saved one is read without torch."""
+        if name != "probe":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from thinwire.probe.prober import probe  # noqa: PLC0415
+
+        globals()[name] = probe
+        return probe
+
 
 __all__ = ["PairTiming", "Probe", "Timing", "probe"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from thinwire.checks import number, whole_number
-from thinwire.comm import Collective
 from thinwire.errors import ConfigError
+from thinwire.wire import Collective
 
 VERSION = 1
 # If the quartiles are this many medians apart, something else disturbed the measurement.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinwire.checks import whole_number
-from thinwire.comm import Collective, round_trips_over_gloo, wire_bytes
 from thinwire.probe.link_timings import Probe, Timing, ring_share
+from thinwire.wire import Collective, round_trips_over_gloo, wire_bytes
 
 
 class Transfer(NamedTuple):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import (
-    Collective,
     ProcessGroupTransport,
     Work,
     agree,
@@ -26,6 +25,7 @@ from thinwire.comm import (
 from thinwire.errors import ConfigError
 from thinwire.probe.link_timings import PairTiming, Probe, Timing, ring_share
 from thinwire.tensors.accelerators import wait_for
+from thinwire.wire import Collective
 
 # Each is four times the one before; `average_seconds` interpolates between them.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB

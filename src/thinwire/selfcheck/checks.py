@@ -180,7 +180,6 @@ CHECKS: dict[str, Check] = {
         )
         for entry in REGISTRY
         for variant in entry.variants
-        if variant.is_checked
     },
     "an overflow on one process is skipped by a GradScaler on all": partial(
         overflow_leaves_no_trace, host_check=True

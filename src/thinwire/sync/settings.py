@@ -37,6 +37,13 @@ def _is_enabled(grad_scaler: object) -> bool:
     return isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled()
 
 
+def checked_scaler(grad_scaler: object) -> GradScaler | None:
+    """Return the scaler, or None; raise for anything else."""
+    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {shown(grad_scaler)}")
+    return grad_scaler
+
+
 def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> OnNonfinite:
     """Return `on_nonfinite`; raise if it is not a choice, or conflicts with the loss scaler."""
     if not isinstance(on_nonfinite, str) or on_nonfinite not in get_args(OnNonfinite):

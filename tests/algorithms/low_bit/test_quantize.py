@@ -11,10 +11,10 @@ import torch
 from catalog import averaged, random_gradients, spec, true_means
 from thinwire import Quantize
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import wire_bytes
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
+from thinwire.wire import wire_bytes
 
 Layout = Sequence[tuple[ParameterSpec, ...]]
 
