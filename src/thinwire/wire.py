@@ -36,24 +36,6 @@ def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
     }[collective]
 
 
-def message_bytes_of(collective: Collective, handed_bytes: int, members: int) -> int:
-    """Return the bytes of a message, counted as for an all-reduce, so that collectives are comparable.
-
-    A message of n bytes stands for 2 n (members − 1) / members bytes that each member sends, as in a ring.
-
-    Examples:
-        >>> [message_bytes_of(kind, 300, 4) for kind in ("all_reduce", "all_gather", "all_to_all")]
-        [300, 600, 150]
-    """
-    # For gathers and exchanges: the size of the all-reduce with the same `wire_bytes`.
-    return {
-        "all_reduce": handed_bytes,
-        "all_gather": handed_bytes * members // 2,
-        "all_to_all": handed_bytes // 2,
-        "broadcast": handed_bytes,
-    }[collective]
-
-
 def p2p_limits(kind: str, size: int) -> tuple[float, float]:
     """Return the most bytes sent whole to each peer, and the most bytes sent by p2p at all."""
     if size > MAX_P2P_SIZE:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thinwire.comm.transport import CombinedWork, Message, Transport, Work
-from thinwire.wire import Collective, message_bytes_of
+from thinwire.wire import Collective
 
 
 class Wrapped(Transport):
@@ -39,6 +39,24 @@ class Wrapped(Transport):
 
     def start(self, message: Message) -> Work:
         return self.transport.start(message)
+
+
+def message_bytes_of(collective: Collective, handed_bytes: int, members: int) -> int:
+    """Return the bytes of a message, counted as for an all-reduce, so that collectives are comparable.
+
+    A message of n bytes stands for 2 n (members − 1) / members bytes that each member sends, as in a ring.
+
+    Examples:
+        >>> [message_bytes_of(kind, 300, 4) for kind in ("all_reduce", "all_gather", "all_to_all")]
+        [300, 600, 150]
+    """
+    # For gathers and exchanges: the size of the all-reduce with the same `wire_bytes`.
+    return {
+        "all_reduce": handed_bytes,
+        "all_gather": handed_bytes * members // 2,
+        "all_to_all": handed_bytes // 2,
+        "broadcast": handed_bytes,
+    }[collective]
 
 
 @dataclass
