@@ -41,9 +41,10 @@ nightly: compiled
 	$(MAKE) proofs
 	$(MAKE) soak
 
-# Real training commands with and without `thinwire attach`; those whose packages are missing are skipped.
-proofs: .venv/.installed
+# Real training commands with and without `thinwire attach`, the calculator in Chromium; what is not installed is skipped.
+proofs: docs
 	$(BIN)/python scripts/proofs/without_code.py
+	$(BIN)/python scripts/proofs/calculator_page.py
 
 lint: .venv/.installed
 	nice -n 19 $(BIN)/ruff check .
