@@ -89,6 +89,8 @@ PUBLIC_MODULES = (
     "errors",
     "hooks",
     "integrations.accelerate",
+    "integrations.all_gather",
+    "integrations.axolotl",
     "integrations.lightning",
     "integrations.transformers",
     "plan",

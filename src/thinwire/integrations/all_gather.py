@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import ConfigError
 
+__all__ = ["AllGatherGrad", "all_gather_grad"]
+
 
 class AllGatherGrad(torch.autograd.Function):
     """Gather a tensor from every process and stack them; gradients flow back to the processes.
