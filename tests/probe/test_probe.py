@@ -164,8 +164,8 @@ def test_a_file_of_the_last_release_is_read_and_so_is_what_is_saved(tmp_path: Pa
     path.write_text(RELEASED)
     read = Probe.load(path)
     assert read == replace(example(), wire_factors={"all_to_all": 2.0}, hosts=["one", "other"])
-    read.save(path)
-    assert Probe.load(path) == read
+    read.save(str(path))
+    assert Probe.load(str(path)) == read
 
 
 def test_between_sizes_it_is_linear() -> None:

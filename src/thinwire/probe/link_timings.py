@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import chain, pairwise
@@ -146,14 +147,14 @@ class Probe:
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
-    def save(self, path: Path) -> None:
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Probe:
+    def load(cls, path: str | os.PathLike[str]) -> Probe:
         """Read a file that `save` wrote; ConfigError if it can't be read, or is not such a file."""
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error.strerror}; give a saved probe") from error
         except ValueError as error:
