@@ -42,7 +42,7 @@ class Simulation:
     Examples:
         >>> from thinwire import AllReduce
         >>> weight = ParameterSpec("weight", (2,), (1,), torch.float32)
-        >>> simulation = Simulation(AllReduce(), [(weight,)], num_workers=2)
+        >>> simulation = Simulation(AllReduce(), [[weight]], num_workers=2)
         >>> gradients = [[torch.tensor([0.0, 2.0])], [torch.tensor([4.0, 0.0])]]
         >>> simulation.step(gradients), gradients[0]
         (True, [tensor([2., 1.])])
@@ -51,7 +51,7 @@ class Simulation:
     def __init__(
         self,
         algorithm: Algorithm,
-        buckets: Sequence[tuple[ParameterSpec, ...]],
+        buckets: Sequence[Sequence[ParameterSpec]],
         *,
         num_workers: int,
         workers_per_machine: int = 1,
@@ -66,7 +66,7 @@ class Simulation:
                 f"num_workers must be a multiple of workers_per_machine={workers_per_machine}, got "
                 f"{num_workers}; change one of them"
             )
-        self.buckets = list(buckets)
+        self.buckets = list(map(tuple, buckets))
         # All parameters are known from the start, as with `attach`, so a state is checked when it is loaded.
         specs = [spec for bucket in self.buckets for spec in bucket]
         settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite)
