@@ -1,4 +1,4 @@
-"""All algorithms, for demo, advise, check, the conformance suite and the command line to iterate over."""
+"""All algorithms, for demo, check, the conformance suite and the command line to iterate over."""
 
 from __future__ import annotations
 
