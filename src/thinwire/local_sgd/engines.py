@@ -16,9 +16,7 @@ class Engines(NamedTuple):
     """Engines of a model and its schedule; they share the counts of what they send over the group."""
 
     main: Engine  # averages changes after the warm-up
-    warmup: (
-        Engine  # averages in each step of the warm-up: gradients of a DDP model, changes of a plain module
-    )
+    warmup: Engine  # averages in the warm-up: gradients of a DDP model, changes of a plain module
     exact: Engine  # averages a DDP model's parameters after the warm-up's last step
     subgroup: Engine | None = None  # averages changes or gradients within the subgroup
 
