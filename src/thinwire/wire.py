@@ -1,4 +1,4 @@
-"""What a collective puts on the wire: its bytes, and over Gloo its round trips.
+"""The bytes of a collective on the wire, and over Gloo its round trips.
 
 Without torch: `thinwire advise` computes with these, and answers before torch would have been imported.
 """

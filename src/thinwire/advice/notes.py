@@ -1,4 +1,4 @@
-"""What makes an advice less certain, as sentences."""
+"""Sentences on why an advice is less certain."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 class Volume(NamedTuple):
-    """What a bucket sends in a step, and keeps of its gradients."""
+    """The messages of a bucket in a step, and the memory that it keeps."""
 
     round_bytes: tuple[int, ...]  # counted as for an all-reduce
     residual_bytes: int = 0
