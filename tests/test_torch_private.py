@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from test_structure import MODULES, tree_of
 from thinwire import torch_private
 from thinwire.hooks import allreduce_hook, noop_hook
 
@@ -88,7 +89,7 @@ PUBLIC = "torch._C._distributed_c10d"
 
 def test_no_other_module_uses_torchs_private_api() -> None:
     texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in SOURCE.rglob("*.py")}
-    ours = OF_NAMED_TUPLES.union(*(map(_names_made, map(ast.parse, texts.values()))))
+    ours = OF_NAMED_TUPLES.union(*map(_names_made, map(tree_of, MODULES)))
     foreign = {
         (path, name)
         for path, text in texts.items()
@@ -103,4 +104,11 @@ def _names_made(tree: ast.Module) -> set[str]:
     """Return the names of functions and classes, and of what is assigned, to `self` as well."""
     named = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef))
     assigned = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store))
-    return {node.name for node in named} | {ast.unparse(node).removeprefix("self.") for node in assigned}
+    return {node.name for node in named} | set(map(_name_of, assigned))
+
+
+def _name_of(target: ast.AST) -> str:
+    match target:
+        case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return ""
