@@ -327,15 +327,14 @@ def test_what_each_process_saves_for_itself_goes_on_to_the_bit(
         Simulation(entry.algorithm, buckets(), num_workers=2 * per_machine, workers_per_machine=per_machine)
         for _ in range(2)
     )
-    first = first_steps(entry)
-    for seed in first:
+    for seed in first_steps(entry):
         averaged(simulation, seed)
     with patch.object(InProcessTransport, "start", side_effect=AssertionError("a message")):
         for sync in simulation.syncs:
             save_local(sync, tmp_path)
     for sync in resuming.syncs:
         load_local(sync, tmp_path)
-    for seed in range(first.stop, first.stop + 2):
+    for seed in (8, 9):
         assert all(map(torch.equal, averaged(resuming, seed), averaged(simulation, seed)))
     for state, again in zip(simulation.state_dicts(), resuming.state_dicts(), strict=True):
         assert_same_state(state, again)
