@@ -114,9 +114,12 @@ class _Member(Generic[Result]):
             self._thread.tasks.put(self._run)
         else:
             self._go.put(None)
+        self._wait_until_it_stops(self._thread)
+
+    def _wait_until_it_stops(self, thread: _Thread) -> None:
         self._stopped.get()
         if self.has_ended:
-            _idle.append(self._thread)
+            _idle.append(thread)
 
     def wait_for(self, awaited: Awaited) -> None:
         """Let the others run until `awaited` is complete; called on the member's thread."""
@@ -139,7 +142,7 @@ class _Member(Generic[Result]):
         self._is_interrupted = True
         self._go.put(None)
         while self._thread is not None and not self.has_ended:
-            self._stopped.get()
+            self._wait_until_it_stops(self._thread)
 
 
 class _Thread:
