@@ -109,11 +109,11 @@ MAKES_TENSORS = {"arange", "empty", "empty_strided", "eye", "full", "linspace", 
 MAKES_TENSORS |= {"scalar_tensor", "tensor", "zeros"}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_new_tensor_names_its_device(name: str) -> None:
+def test_every_new_tensor_names_its_device() -> None:
     """Otherwise a user's `torch.set_default_device("cuda")` moves what the host reads and Gloo sends."""
     unnamed = [
-        node.lineno
+        (name, node.lineno)
+        for name in MODULES
         for node in ast.walk(tree_of(name))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-import thinwire
+from test_structure import MODULES, SOURCE, tree_of
 from thinwire import torch_private
 from thinwire.hooks import allreduce_hook, noop_hook
-
-SOURCE = Path(thinwire.__file__).parent
 
 
 def test_a_compiled_module_is_known() -> None:
@@ -87,8 +84,8 @@ PUBLIC = "torch._C._distributed_c10d"
 
 
 def test_no_other_module_uses_torchs_private_api() -> None:
-    texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in SOURCE.rglob("*.py")}
-    ours = OF_NAMED_TUPLES.union(*(map(_names_made, map(ast.parse, texts.values()))))
+    texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in MODULES.values()}
+    ours = OF_NAMED_TUPLES.union(*map(_names_made, map(tree_of, MODULES)))
     foreign = {
         (path, name)
         for path, text in texts.items()
@@ -101,6 +98,11 @@ def test_no_other_module_uses_torchs_private_api() -> None:
 
 def _names_made(tree: ast.Module) -> set[str]:
     """Return the names of functions and classes, and of what is assigned, to `self` as well."""
-    named = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    assigned = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store))
-    return {node.name for node in named} | {ast.unparse(node).removeprefix("self.") for node in assigned}
+    made = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                made.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                made.add(name)
+    return made

@@ -49,7 +49,7 @@ every_lossless = over(entry for entry in ENTRIES if entry.lossless)
 every_with_feedback = over(entry for entry in ENTRIES if entry.feedback)
 # Types are rounded before workers meet: each of both is tried with one of the other.
 every_dtype_and_size = pytest.mark.parametrize(
-    ("dtype", "num_workers"), [*zip(DTYPES, [5, 1, 2, 3], strict=True)], ids=str
+    ("dtype", "num_workers"), [*zip(DTYPES, [3, 1, 2, 2], strict=True)], ids=str
 )
 
 
@@ -156,10 +156,10 @@ def test_results_do_not_depend_on_which_parameters_share_a_bucket(entry: Entry) 
     """DDP's first step has other buckets than those that follow: so has that of a run that resumes."""
     layout = buckets()
     together = [tuple(parameter for bucket in layout for parameter in bucket)]
-    joined = Simulation(entry.algorithm, together, num_workers=3)
-    divided = simulation(entry)
+    joined = Simulation(entry.algorithm, together, num_workers=2)
+    divided = simulation(entry, 2)
     for step in first_steps(entry):
-        gradients = random_gradients(layout, num_workers=3, seed=step)
+        gradients = random_gradients(layout, num_workers=2, seed=step)
         in_one = [[torch.cat(of_worker)] for of_worker in gradients]
         assert divided.step(gradients)
         assert joined.step(in_one)
@@ -226,7 +226,7 @@ def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> Non
     sim = Simulation(entry.algorithm, layout, num_workers=2)
     full = torch.randn(48, 40, generator=torch.Generator().manual_seed(0))
     thin = full[:, :1] @ full[:1]
-    for matrix, steps in ((torch.zeros(48, 40), 2), (thin, 3), (full, 3)):
+    for matrix, steps in ((torch.zeros(48, 40), 2), (thin, 2), (full, 2)):
         for _ in range(steps):
             gradients = [[matrix.reshape(-1).clone()] for _ in range(2)]
             assert sim.step(gradients)
@@ -243,7 +243,7 @@ def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> Non
 @over(entry for entry in ENTRIES if entry.feedback and getattr(entry.algorithm, "wire_dtype", None) != "fp16")
 def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
     """Whatever the scale, and however it jumps: a power of two changes no digit."""
-    scales = [1.0, 2.0**16, 2.0**15, 2.0**-3]
+    scales = [1.0, 2.0**16, 2.0**-3]
     scale = torch.ones(())
     plain = simulation(entry, 2)
     scaled = Simulation(entry.algorithm, buckets(), num_workers=2, loss_scale=lambda device: scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -102,14 +103,14 @@ def test_among_four_short_gathers_go_p2p() -> None:
         assert (group.send.call_count, group.allgather.call_count) == calls
 
 
-@pytest.mark.parametrize("operation", ["mean", "max"])
 @in_each_process(3)
-def test_among_three_sums_go_p2p(operation: Operation) -> None:
+def test_among_three_sums_go_p2p() -> None:
     """Short ones whole, longer ones in parts, which each member sums: many at once, to the same bits."""
     transport = ProcessGroupTransport(dist.new_group())
     check_every_collective(transport)
     transport.group = group = Mock(wraps=transport.group)
-    for numel, messages in ((1, 1), (8000, 1), (20_000, 2)):
+    operations: list[Operation] = ["mean", "max"]
+    for operation, (numel, messages) in product(operations, ((1, 1), (8000, 1), (20_000, 2))):
         group.reset_mock()
         own = [tensor_of(transport.rank + 3 * number, torch.bfloat16, numel) for number in range(12)]
         sums = [tensor.clone() for tensor in own]

@@ -19,7 +19,7 @@ from thinwire.kernels import dispatch
 from thinwire.sync import Settings, clock, streams
 from thinwire.tensors import accelerators
 
-NUM_BUCKETS, NUM_STEPS = 4, 3
+NUM_BUCKETS, NUM_STEPS = 3, 3
 
 
 @pytest.fixture

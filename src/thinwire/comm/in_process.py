@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -88,31 +90,36 @@ class _Member(Generic[Result]):
         self.error: BaseException | None = None
         self.awaited: Awaited | None = None
         self.has_ended = self.is_stuck = self._is_interrupted = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        # A daemon thread: if a member hangs in its own code, the process can still end.
-        self._thread = threading.Thread(target=self._run, args=(body, torch.is_grad_enabled()), daemon=True)
+        self._go, self._stopped = SimpleQueue[None](), SimpleQueue[None]()
+        self._body = body
+        # Each thread has its own: the grad mode, and how many threads work on a matrix product.
+        self._grad_enabled, self._num_threads = torch.is_grad_enabled(), torch.get_num_threads()
+        self._thread: _Thread | None = None
 
-    def _run(self, body: Callable[[], Result], grad_enabled: bool) -> None:
+    def _run(self) -> None:
         _current.member = self
-        # Torch applies `set_num_threads` to a new thread only when asked. Until then its matrix products use
-        # a thread for each core: on one core, a small model's step takes a hundred times as long.
-        torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
         try:
-            with torch.set_grad_enabled(grad_enabled):  # each thread has its own mode
-                self.results.append(body())
+            with torch.set_grad_enabled(self._grad_enabled):
+                self.results.append(self._body())
         except BaseException as error:  # a thread that ends silently would leave all others waiting
             self.error = error
+        del _current.member
         self.has_ended = True
-        self._stopped.release()
+        self._stopped.put(None)
 
     def run_until_it_waits(self) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
+        if self._thread is None:
+            self._thread = _idle.pop() if _idle else _Thread()
+            self._thread.tasks.put(self._run)
         else:
-            self._go.release()
-        self._stopped.acquire()
+            self._go.put(None)
+        self._wait_until_it_stops(self._thread)
+
+    def _wait_until_it_stops(self, thread: _Thread) -> None:
+        self._stopped.get()
         if self.has_ended:
-            self._thread.join()
+            _idle.append(thread)
 
     def wait_for(self, awaited: Awaited) -> None:
         """Let the others run until `awaited` is complete; called on the member's thread."""
@@ -125,17 +132,34 @@ class _Member(Generic[Result]):
                 self.is_stuck = False
                 raise CommunicationError(awaited.who_is_missing())
             self.awaited = awaited
-            self._stopped.release()
-            self._go.acquire()
+            self._stopped.put(None)
+            self._go.get()
             self.awaited = None
         self.is_stuck = False
 
     def interrupt(self) -> None:
         """Raise `KeyboardInterrupt` at its current or next wait, and return when it has ended."""
         self._is_interrupted = True
-        self._go.release()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._go.put(None)
+        while self._thread is not None and not self.has_ended:
+            self._wait_until_it_stops(self._thread)
+
+
+class _Thread:
+    """Runs one member after another: to start a thread takes as long as a small step."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # A daemon thread: if a member hangs in its own code, the process can still end.
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self.tasks.get()()
+
+
+_idle: list[_Thread] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads
 
 
 @dataclass
