@@ -191,8 +191,8 @@ IN_FP32, IN_BF16 = (
     MixedPrecisionPolicy(torch.bfloat16, reduce_dtype) for reduce_dtype in (torch.float32, torch.bfloat16)
 )
 
-# Steps of AdamW, or 0 for one step's gradients; type, what tells of more micro-steps, tolerance, options. Ours
-# averages in the parameters' type, native HSDP in the reduced one.
+# Steps of AdamW, or 0 for the gradients of one; type, what tells of more micro-steps, tolerance, options.
+# Ours averages in the parameters' type, native HSDP in the reduced one.
 EXACT: dict[str, tuple[int, torch.dtype, str, float, dict[str, Any]]] = {
     "2 steps": (2, torch.float64, SYNC, 1e-9, {}),
     "summed in shards": (0, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
