@@ -79,7 +79,7 @@ def context() -> Any:
     if server._forkserver_pid is None and server._forkserver_alive_fd is not None:
         server.ensure_running = resource_tracker.ensure_running  # its own would start another
         return found
-    found.set_forkserver_preload([*modules, "huge_pages"])
+    found.set_forkserver_preload(modules)
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     settings = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

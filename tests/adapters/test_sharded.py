@@ -140,14 +140,10 @@ def train(model: Any, steps: range, *, micro_steps: int = 2, flag: str = SYNC) -
         step_of(model, optimizer, step, micro_steps, flag)
 
 
-def accumulate(model: Any, step: int, micro_steps: int, flag: str) -> None:
+def step_of(model: Any, optimizer: Any, step: int, micro_steps: int = 2, flag: str = SYNC) -> None:
     for micro in range(micro_steps):
         getattr(model, flag)(micro == micro_steps - 1)
         torch.autograd.backward(model(tokens_of(10 * step + micro)) / micro_steps)
-
-
-def step_of(model: Any, optimizer: Any, step: int, micro_steps: int = 2, flag: str = SYNC) -> None:
-    accumulate(model, step, micro_steps, flag)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
@@ -191,14 +187,14 @@ IN_FP32, IN_BF16 = (
     MixedPrecisionPolicy(torch.bfloat16, reduce_dtype) for reduce_dtype in (torch.float32, torch.bfloat16)
 )
 
-# Steps of AdamW, or 0 for the gradients of one; type, what tells of more micro-steps, tolerance, options.
-# Ours averages in the parameters' type, native HSDP in the reduced one.
+# Steps, type, what tells of more micro-steps, tolerance, options. Ours averages in the parameters' type,
+# native HSDP in the reduced one.
 EXACT: dict[str, tuple[int, torch.dtype, str, float, dict[str, Any]]] = {
     "2 steps": (2, torch.float64, SYNC, 1e-9, {}),
-    "summed in shards": (0, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
-    "offload": (0, torch.float64, SYNC, 1e-9, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    "reduced in fp32": (0, torch.float32, LAST, 1e-5, {"mp_policy": IN_FP32}),
-    "reduced in bf16": (0, torch.float32, SYNC, 5e-2, {"mp_policy": IN_BF16}),
+    "summed in shards": (1, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
+    "offload": (1, torch.float64, SYNC, 1e-9, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "reduced in fp32": (1, torch.float32, LAST, 1e-5, {"mp_policy": IN_FP32}),
+    "reduced in bf16": (1, torch.float32, SYNC, 5e-2, {"mp_policy": IN_BF16}),
 }
 
 
@@ -207,22 +203,15 @@ EXACT: dict[str, tuple[int, torch.dtype, str, float, dict[str, Any]]] = {
 def test_exact_averaging_is_native_hsdp(
     steps: int, dtype: torch.dtype, flag: str, tolerance: float, options: dict[str, Any]
 ) -> None:
-    def result(model: Any) -> Tensor:
-        if steps:
-            train(model, range(steps), flag=flag)
-            return flat(model)
-        accumulate(model, 0, 2, flag)
-        return torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
-
     native, of_both = (sharded(language(dtype=dtype), mesh_of(), **options) for _ in range(2))
-    expected = result(native)
+    train(native, range(steps), flag=flag)
     # With the dimension of the shards alone, and as native HSDP, of both.
     ours = [attached(AllReduce(), language(dtype=dtype), **options), (of_both, attach(of_both, AllReduce()))]
     for model, sync in ours:
-        found = result(model)
-        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
-        assert sync.steps == max(steps, 1)  # one each, whatever the accumulation
-        assert are_alike([found])
+        train(model, range(steps), flag=flag)
+        assert are_equal_up_to(tolerance, model, native)
+        assert sync.steps == steps  # one each, whatever the accumulation
+        assert agreed(model)
 
 
 class In16Bits(nn.Module):
