@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire
 
-STEPS, MICRO_STEPS, BATCH, CONTEXT = 10, 2, 8, 32
+STEPS, MICRO_STEPS, BATCH, CONTEXT = 6, 2, 8, 32
 
 
 def training_text() -> torch.Tensor:

@@ -44,11 +44,11 @@ def main() -> None:
     model = GPT2LMHeadModel(config)
     arguments = TrainingArguments(
         output_dir=str(options.folder),
-        max_steps=18,
+        max_steps=12,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
-        logging_steps=6,
+        logging_steps=4,
         save_steps=6,
         report_to="none",
         disable_tqdm=True,

@@ -63,6 +63,8 @@ Process: TypeAlias = Any
 Typed: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 """Of the fixture `typed`."""
 
+PR_SET_PDEATHSIG = 1  # of Linux
+
 # The server imports these; conftest.py adds what this run needs.
 modules = ["end_if_alone", "preloaded"]
 
@@ -129,6 +131,7 @@ def _begin(
         enter(path)
     os.environ.clear()
     os.environ.update(environment)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if it is stopped when the server ends
     faulthandler.register(signal.SIGUSR1, file=2)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -189,9 +192,17 @@ class Pool:
     def run(self, body: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Run `body(*args)` on every process; return the results by rank."""
         task = pickle.dumps((body, args))
+        self._send(signal.SIGCONT)
         for end in self._ends:
             end.send_bytes(task)
-        return self.collect(timeout_seconds)
+        results = self.collect(timeout_seconds)
+        self._send(signal.SIGSTOP)
+        return results
+
+    def _send(self, number: int) -> None:
+        # A pool is stopped between its tests: each Gloo group has a thread that wakes up 100 times a second.
+        for process in self._processes:
+            os.kill(process.pid, number)
 
     def is_usable(self) -> bool:
         """Return whether no test has failed here, and the tests so far have not left too many threads."""

@@ -381,7 +381,7 @@ def test_a_distributed_checkpoint_is_resharded(tmp_path: Path) -> None:
         mesh = mesh_of(replicas, 4 // replicas)
         model: Any = sharded(wide(seed=replicas), mesh["shard"])
         sync = attach(model, POWER, replicas=mesh)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
         if replicas == 2:
             backward(model, 0)
             optimizer.step()

@@ -35,7 +35,7 @@ pytestmark = runs_on_cpus
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
 
 
 def shards(seed: int = 5) -> tuple[Any, torch.optim.Optimizer]:
@@ -69,7 +69,7 @@ def test_a_state_is_of_the_whole_model(tmp_path: Path) -> None:
     model, optimizer = shards()
     with DiLoCo(model, optimizer, replicas=mesh, **settings) as local:
         for step in range(5):  # the first fragment's change, sent after step 5, is in flight
-            step_of(model, optimizer, step)
+            step_of(model, optimizer, step, 1)
         file = io.BytesIO()
         torch.save(local.state_dict(), file)
         file.seek(0)
@@ -85,8 +85,8 @@ def test_a_state_is_of_the_whole_model(tmp_path: Path) -> None:
         with other:
             loaded = other.state_dict()
             for step in range(5, 8):
-                step_of(model, optimizer, step)
-                step_of(again, its, step)
+                step_of(model, optimizer, step, 1)
+                step_of(again, its, step, 1)
             difference = distance(flat(again), flat(model))
             states = distance(local.state_dict(), other.state_dict())
     moved = distance(saved, loaded)
@@ -120,7 +120,7 @@ def test_an_evaluation_between_averagings() -> None:
         start = model(tokens)
         with torch.enable_grad():
             for step in range(3):
-                step_of(model, optimizer, step)
+                step_of(model, optimizer, step, 1)
         own = model(tokens)
         with local.averaged():
             assert torch.equal(model(tokens), start)
@@ -135,7 +135,7 @@ def test_a_shard_that_diverges_stops_all() -> None:
     model, optimizer = shards()
     with suppress(KeyboardInterrupt), LocalSGD(model, optimizer, every_steps=2, replicas=mesh_of()) as local:
         before = dict(local.state_dict()["last_average"])
-        step_of(model, optimizer, 0)
+        step_of(model, optimizer, 0, 1)
         if dist.get_rank() == 2:
             model.embed.weight.detach().to_local().fill_(torch.inf)
         for p in model.parameters():

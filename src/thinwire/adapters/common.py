@@ -32,13 +32,16 @@ logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
 
 
-def live_objects(kind: type[Kind] | tuple[type[Kind], ...]) -> Iterator[Kind]:
-    """Yield all of this process's objects of a type. Cost: 0.2 s for a million objects of any type."""
-    # Compare types, since `isinstance` reads `__class__` of objects, and some run code then. First the few
-    # types: abstract ones are slow to compare.
-    objects = gc.get_objects()
-    wanted = {known for known in set(map(type, objects)) if issubclass(known, kind)}
-    return (found for found in objects if type(found) in wanted)
+def live_objects(*kinds: type[Kind]) -> list[Kind]:
+    """Return all of this process's objects of some types. Cost: 0.1 s for a million objects of any type."""
+    # Each object refers to its type. Compare types, since `isinstance` reads `__class__` of objects, and some
+    # run code then.
+    wanted = set().union(*map(_with_subclasses, kinds))
+    return [found for found in gc.get_referrers(*wanted) if type(found) in wanted]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def trains(optimizer: Any, owned: set[int]) -> bool:
@@ -228,7 +231,7 @@ def log_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str 
 
 def _mismatches(engine: Engine, owned: set[int]) -> Iterator[str]:
     """Yield warnings about objects in this process that do not suit an algorithm with state."""
-    objects = list(live_objects((GradScaler, torch.optim.Optimizer)))
+    objects = live_objects(GradScaler, torch.optim.Optimizer)
     scalers = [candidate for candidate in objects if isinstance(candidate, GradScaler)]
     if engine.settings.loss_scale is None and any(map(scales_now, scalers)):
         yield (

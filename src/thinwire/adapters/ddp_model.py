@@ -152,19 +152,18 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
     return ddp_models[0] if ddp_models else None
 
 
-def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
-    """Return the DDP models with a wanted hook state: a hook does not get its model."""
-    return _search(lambda model: any(is_wanted(state) for _, state in comm_hooks(model)))
+def holds(model: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether all of these are parameters of a DDP model."""
+    return set(map(id, ddp_parameters(model))).issuperset(map(id, parameters))
 
 
-def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
+def ddp_model_of(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
     """Return the DDP model with these parameters; None if there are several."""
-    wanted = set(map(id, parameters))
-    holding = _search(lambda model: wanted <= set(map(id, ddp_parameters(model))))
+    holding = find_ddp_models(lambda model: holds(model, parameters))
     return holding[0] if len(holding) == 1 else None
 
 
-def _search(matches: Callable[[DistributedDataParallel], bool]) -> list[DistributedDataParallel]:
+def find_ddp_models(matches: Callable[[DistributedDataParallel], bool]) -> list[DistributedDataParallel]:
     """Return the DDP models that match; if none does, search what `gc.freeze()` has hidden, too."""
     found = [model for model in live_objects(DistributedDataParallel) if matches(model)]
     if not found and gc.get_freeze_count():

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.adapters.common import contributor_scales, refuse_weight_of_contributors
 from thinwire.adapters.ddp import Switch
-from thinwire.adapters.ddp_model import ddp_inside, ddp_models_with, hook_of, wrong_model
+from thinwire.adapters.ddp_model import ddp_inside, find_ddp_models, hook_of, wrong_model
 from thinwire.comm.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync, engine_of
@@ -159,7 +159,11 @@ class _Counter(Joinable):
 def _joinable(joined: object) -> Joinable:
     if isinstance(joined, GradientSync):
         engine = engine_of(joined)
-        models = ddp_models_with(lambda state: isinstance(state, Switch) and state.engine is engine)
+
+        def is_owner(model: DistributedDataParallel) -> bool:
+            return any(isinstance(state, Switch) and state.engine is engine for _, state in comm_hooks(model))
+
+        models = find_ddp_models(is_owner)
         if not models:
             raise AttachError(
                 "this GradientSync is not attached to a DDP model, so it can't be joined; pass the object "
