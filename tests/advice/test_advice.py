@@ -22,15 +22,11 @@ from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice
 from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss
 from thinwire.advice.prediction import Prediction
-from thinwire.advice.priced import priced
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.probe.measured_link import MeasuredLink, Transfer
 from thinwire.sync import Engine
 from thinwire.wire import Collective
 from training import told_by_all
-
-# As its own names are loaded with their first use.
-PUBLIC = {name: getattr(thinwire, name) for name in thinwire.__all__}
 
 
 @pytest.mark.parametrize(
@@ -139,18 +135,6 @@ def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
     assert faster.best is quick
     assert "Another optimizer, Muon in LocalSGD(" in str(faster)
     assert "Another optimizer" not in str(replace(faster, optimizer="SGD"))
-
-
-def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximation() -> None:
-    variants = priced()
-    careful = [code for code, variant in variants.items() if variant.keeps_16_bits]
-    assert careful == ["AllReduce()", BASELINE]
-    few_bits = [code for code in variants if code.startswith("Quantize")]
-    assert few_bits == [f"Quantize(bits={bits})" for bits in (8, 6, 4, 2)]
-    assert any(code.startswith("TopK") for code in variants)
-    for code, variant in variants.items():
-        assert eval(code, PUBLIC) == variant.algorithm
-        assert str(variant.algorithm) == variant.measured_as
 
 
 def test_messages_are_priced_by_what_carries_them() -> None:

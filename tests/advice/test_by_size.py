@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+import thinwire
 from advice.ways import network
 from commands import run_python
 from processes import Typed
 from thinwire import advise
 from thinwire.advice import Advice
 from thinwire.advice.planned_steps import advise_by_size, gradient_shapes, in_buckets
-from thinwire.advice.priced import TABLE, Priced, Shape
+from thinwire.advice.priced import TABLE, Priced
 from thinwire.launch import group_of_one
 from thinwire.plan import ParameterSpec
 from thinwire.probe.measured_link import MeasuredLink
@@ -51,21 +52,20 @@ def by_name(advice: Advice) -> dict[str, Any]:
 @pytest.mark.parametrize("members", [2, 3, 8])
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_bytes_are_those_of_the_algorithms_plans(row: Priced, members: int) -> None:
+    assert eval(row.name, {name: getattr(thinwire, name) for name in thinwire.__all__}) == row.algorithm
+    assert str(row.algorithm) == row.measured_as
     for parameters in (1, 70, 5_000_000, 123_456_789):
         shapes = gradient_shapes(parameters)
         assert sum(map(math.prod, shapes)) == parameters
         for bucket in in_buckets(shapes):
-            specs = [ParameterSpec(str(index), *laid_out(shape)) for index, shape in enumerate(bucket)]
+            tensors = [torch.empty(shape, device="meta") for shape in bucket]
+            specs = [ParameterSpec.of(f"{index}", tensor) for index, tensor in enumerate(tensors)]
             routes = row.algorithm.prepare(specs, num_members=members).routes
             sent = row.format.sent(bucket, members)
             assert sum(sent.round_bytes) == sum(route.message_bytes for route in routes)
             assert len(sent.round_bytes) == max(route.rounds for route in routes)
             kept = sum(route.gradient_bytes for route in routes if route.is_compressed)
             assert sent.residual_bytes == row.algorithm.remembers * kept
-
-
-def laid_out(shape: Shape) -> tuple[Shape, Shape, torch.dtype]:
-    return shape, torch.empty(shape, device="meta").stride(), torch.float32
 
 
 def test_the_command_answers_without_torch() -> None:
