@@ -238,15 +238,15 @@ class ForwardAdapter:
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Send a bucket's codes, and return a completed future to DDP."""
         flat = dense_buffer(bucket)
-        if self._pending:
-            raise StepError(
-                f"{self._names[next(iter(self._pending))]} was used without being read through its module, "
-                "so the loss was computed before its last step; call flush() before such a forward pass"
-            )
         if backward_pass() == -1 or next(iter(bucket.parameters())) in contributor_scales:
             raise StepError(
                 "overlap_forward was used inside join, where processes without input take no optimizer "
                 "step; use thinwire.attach for uneven inputs"
+            )
+        if self._pending:
+            raise StepError(
+                f"{self._names[next(iter(self._pending))]} was used without being read through its module, "
+                "so the loss was computed before its last step; call flush() before such a forward pass"
             )
         if self._open is not None and self._left_by_backward:
             # No step followed the last backward pass: its gradients were accumulated into these, or dropped.
