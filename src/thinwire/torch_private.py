@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Kind = TypeVar("Kind")
 
 # Autograd. Unwrapped torch functions, since hooks call them for each bucket or gradient.
 
@@ -98,6 +99,11 @@ def is_compiled(module: nn.Module) -> bool:
 def version_of(tensor: torch.Tensor | None) -> int:
     """Return how often a tensor, or a view that shares its memory, was written to in place."""
     return -1 if tensor is None else tensor._version
+
+
+def forward_pre_hooks(module: nn.Module, kind: type[Kind]) -> list[Kind]:
+    """Return a module's hooks of a class."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, kind)]
 
 
 def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
@@ -210,6 +216,11 @@ def ddp_logging_data(model: DistributedDataParallel) -> dict[str, Any]:
 def has_python_reducer(model: DistributedDataParallel) -> bool:
     """Return whether it was built under `optimize_ddp="python_reducer"`: then it has no buckets."""
     return bool(getattr(model, "_use_python_reducer", False))
+
+
+def delays_all_reduce(model: DistributedDataParallel) -> bool:
+    """Return whether it was built with `delay_all_reduce_named_params`: its hook does not see those."""
+    return bool(getattr(model, "_delay_all_reduce_params", ()))
 
 
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:

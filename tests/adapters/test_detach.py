@@ -34,6 +34,7 @@ def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
     other.state_dict()
     sync.detach()
     assert "nothing to detach" in error_of(sync.detach)
+    assert "call attach(model, algorithm) again" in error_of(lambda: sync.use(POWER))
     assert (gradient_of(model, 2) - gradient_of(plain, 2)).norm() < 1e-6
     # A copy has no hook, as a copy of any DDP model; it may be trained.
     gradient_of(copy.deepcopy(model), 2)

@@ -419,6 +419,7 @@ def attempt(
 def test_what_can_not_wait_is_refused() -> None:
     attempts: list[tuple[type[Exception], dict[str, Any]]] = [
         (ConfigError, {"algorithm": thinwire.PowerSGD()}),
+        (ConfigError, {"algorithm": Foreign([torch.ones(1)]), "optimizer": lambda _: Quantize()}),
         (ConfigError, {"algorithm": Quantize(bits=2, error_feedback=True)}),
         (ConfigError, {"clip_norm": 0.0}),
         (ConfigError, {"find_unused_parameters": True}),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -26,6 +27,7 @@ from thinwire.preload import model as preload_model
 from thinwire.preload.settings import VARIABLE, Options
 from thinwire.preload.strict import ATTACHED, note_attached
 from thinwire.sync import engine_of
+from training import error_of
 
 SCRIPT, FORKED = (Path(__file__).with_name(name) for name in ("script.py", "forked.py"))
 ALGORITHM = "Quantize(bits=4, error_feedback=True)"
@@ -110,7 +112,10 @@ def train_in_forked_process(setting: Setting, options: Options) -> float | None:
     model = DistributedDataParallel(nn.Linear(64, 64))
     preload_model.note_built(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(model(torch.ones(1, 64)).sum()).backward()
+    with Join([model]):
+        for batch in torch.ones(1 - setting.process_rank, 1, 64):  # none on rank 1
+            scaler.scale(model(batch).sum()).backward()
+    assert "has already attached" in error_of(lambda: model.register_comm_hook(None, print))
     gc.disable()
     model.itself = model  # as in some scripts: it is not freed when the function returns
     (run,) = preload_model._runs

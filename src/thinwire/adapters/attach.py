@@ -45,10 +45,11 @@ def attach(
     Args:
         model: A `DistributedDataParallel` model, or a module that holds one (the result of `torch.compile`
             or of Fabric's `setup`, a wrapper of your own), on any backend and process group, with any of
-            DDP's options but `mixed_precision` and `skip_all_reduce_unused_params`. A `copy.deepcopy` of it
-            has no hook: training the copy raises an error until you attach it. Or an FSDP2 model: one made by
-            `replicate`, or by `fully_shard` over a mesh of one replica's shards, or of replicas and shards
-            (native HSDP); see docs/sharded.md. Its replicas are made equal, in parameters and buffers.
+            DDP's options but `mixed_precision`, `skip_all_reduce_unused_params` and
+            `delay_all_reduce_named_params`. A `copy.deepcopy` of it has no hook: training the copy raises an
+            error until you attach it. Or an FSDP2 model: one made by `replicate`, or by `fully_shard` over a
+            mesh of one replica's shards, or of replicas and shards (native HSDP); see docs/sharded.md. Its
+            replicas are made equal, in parameters and buffers.
         algorithm: For example `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models and
             logs a warning here.
         replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh

@@ -277,6 +277,11 @@ def check_options(model: DistributedDataParallel) -> None:
             "with skip_all_reduce_unused_params=True DDP skips the hook for buckets that no process used, "
             "so a step would never complete; build the DDP model without it"
         )
+    if torch_private.delays_all_reduce(model):
+        raise AttachError(
+            "with delay_all_reduce_named_params=… DDP averages parameters itself and does not wait for them, "
+            "so models would drift apart; build the DDP model without it"
+        )
 
 
 # The hook of a model.

@@ -31,6 +31,7 @@ from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParamete
 from thinwire.algorithms import Algorithm, Bucket, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.algorithms.requests import AllGather
+from thinwire.checks import shown
 from thinwire.comm import Message, Work
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
@@ -109,9 +110,9 @@ def overlap_forward(
         >>> sync.steps
         2
     """
-    ddp_model, transport = attachable(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     check_algorithm(algorithm)
+    ddp_model, transport = attachable(model)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     _check(model, ddp_model, clip_norm)
     _check_optimizers(ddp_model, optimizers)
     names = names_in(ddp_model)
@@ -131,8 +132,8 @@ def check_algorithm(algorithm: object) -> None:
     """Refuse algorithms that keep state: they commit all buckets of a step together."""
     if not isinstance(algorithm, Quantize) or algorithm.remembers:
         raise ConfigError(
-            f"overlap_forward takes only Quantize without a residual or eigenbasis, got {algorithm}; use "
-            "thinwire.attach"
+            "overlap_forward takes only Quantize without a residual or eigenbasis, got "
+            f"{shown(algorithm)}; use thinwire.attach"
         )
 
 
@@ -237,15 +238,15 @@ class ForwardAdapter:
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Send a bucket's codes, and return a completed future to DDP."""
         flat = dense_buffer(bucket)
-        if self._pending:
-            raise StepError(
-                f"{self._names[next(iter(self._pending))]} was used without being read through its module, "
-                "so the loss was computed before its last step; call flush() before such a forward pass"
-            )
         if backward_pass() == -1 or next(iter(bucket.parameters())) in contributor_scales:
             raise StepError(
                 "overlap_forward was used inside join, where processes without input take no optimizer "
                 "step; use thinwire.attach for uneven inputs"
+            )
+        if self._pending:
+            raise StepError(
+                f"{self._names[next(iter(self._pending))]} was used without being read through its module, "
+                "so the loss was computed before its last step; call flush() before such a forward pass"
             )
         if self._open is not None and self._left_by_backward:
             # No step followed the last backward pass: its gradients were accumulated into these, or dropped.

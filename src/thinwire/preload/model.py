@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
@@ -30,7 +32,13 @@ from thinwire.errors import AttachError, StateError, ThinwireError
 from thinwire.preload.settings import VARIABLE, Options, averaging_of
 from thinwire.preload.strict import note_attached
 from thinwire.sync import GradientSync, engine_of
-from thinwire.torch_private import default_store, forget_hooks_in, not_compiled, remove_forward_pre_hooks
+from thinwire.torch_private import (
+    default_store,
+    forget_hooks_in,
+    forward_pre_hooks,
+    not_compiled,
+    remove_forward_pre_hooks,
+)
 from thinwire.version import __version__
 
 # How long a process waits for the others to answer.
@@ -44,6 +52,8 @@ _waiting: set[_Votes] = set()  # one per model without a training pass, deleted 
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
+_join_hook_of_ddp = DistributedDataParallel.join_hook
+_register_on_ddp = DistributedDataParallel.register_comm_hook
 
 
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
@@ -54,7 +64,27 @@ def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
     return state
 
 
+def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
+    """Attach a model that enters a join context, in which a process without batches makes no pass."""
+    for before in forward_pre_hooks(model, _BeforeFirstPass):
+        before(model, None)
+    joined: JoinHook = _join_hook_of_ddp(model, **settings)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def _register_comm_hook(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+    """Register the script's own hook, unless the model is attached already."""
+    if model in _attached:
+        raise AttachError(
+            "thinwire attach has already attached this model, at its first training pass; register hooks and "
+            "attach before it, or run the script without thinwire attach"
+        )
+    _register_on_ddp(model, state, hook)
+
+
 DistributedDataParallel.__getstate__ = _state_without_ours  # type: ignore[method-assign]
+DistributedDataParallel.join_hook = _join_hook  # type: ignore[assignment,method-assign]
+DistributedDataParallel.register_comm_hook = _register_comm_hook  # type: ignore[assignment,method-assign]
 
 
 def note_built(model: DistributedDataParallel) -> None:

@@ -30,6 +30,7 @@ class GradientSync:
 
     def __init__(self, engine: Engine, detach: Callable[[], None] | None = None) -> None:
         self._engine, self._detach = engine, detach
+        self._is_detached = False
 
     def __str__(self) -> str:
         """Return a summary: the algorithm, the plan's compression ratio, and the statistics."""
@@ -73,10 +74,15 @@ class GradientSync:
         first step.
 
         Raises:
+            AttachError: This handle was detached.
             ConfigError: It is not an algorithm.
             GradientError: It can't average a parameter's gradient.
             StepError: A step is in progress.
         """
+        if self._is_detached:
+            raise AttachError(
+                "this handle was detached, so use() would change nothing; call attach(model, algorithm) again"
+            )
         self._engine.check_between_steps("use()")
         self._engine.buckets.use(algorithm)
 
@@ -260,7 +266,7 @@ class GradientSync:
             )
         self._engine.check_between_steps("detach()")
         self._detach()
-        self._detach = None
+        self._detach, self._is_detached = None, True
 
 
 def not_copied(what: str) -> StateError:

@@ -183,7 +183,7 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
 
 def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
     if bucket is None:
-        remedy = "call fully_shard(model) on the whole model after its parts, or freeze it"
+        remedy = "call fully_shard on the whole model after its parts, without ignored_params, or freeze it"
         if isinstance(parameter, DTensor):  # for example experts
             remedy = f"pass it to fully_shard instead of sharding it yourself, {DIVIDED}"
         raise AttachError(f"{name} is trained, but not sharded by fully_shard; {remedy}")
