@@ -67,6 +67,11 @@ def test_an_unchanged_script_trains_as_if_it_attached_by_itself(first: str, tmp_
     # It goes on with the residual that it has saved.
     again = run(options=Options(ALGORITHM, checkpoint=str(folder)))
     assert weights(again) != weights(ended.stdout)
+    # A process that was killed has saved nothing: none loads.
+    (folder / "thinwire_1.pt").unlink()
+    without = run(options=Options(ALGORITHM, checkpoint=str(folder)))
+    assert "no process loads its saved state" in without
+    assert weights(without) == weights(ended.stdout)
 
 
 # Has torch's place: to import that takes seconds.

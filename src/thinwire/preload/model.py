@@ -157,19 +157,26 @@ class _BeforeFirstPass:
                 sync = _attach(model, self._options)
             except ThinwireError as error:
                 problem = str(error)
-        run = None if sync is None else _Run(sync, self._options, self._votes)
-        answer = problem or ("" if run is None else run.loaded())
-        differs = self._votes.cast("first pass", answer, PASS_SECONDS)
+        differs = self._votes.cast("first pass", problem, PASS_SECONDS)
         if differs and sync is not None:
-            # Some processes could not attach, or have loaded another state: detach on all.
-            sync.detach()
+            sync.detach()  # some processes could not attach
         if (differs or problem) and problem != BY_ITSELF:
             _leave_alone(self._options, differs or problem)
             return
         note_attached()
-        if run is not None:
-            _attached.add(model)
-            run.begin()
+        if sync is None:
+            return
+        _attached.add(model)
+        run = _Run(sync, self._options, self._votes)
+        if why := run.load():
+            # A process that was killed has saved nothing: what the others load would be of another step.
+            sync.detach()
+            if self._options.strict:
+                raise AttachError(why)
+            if dist.get_rank() == 0:
+                _say(f"no process loads its saved state: {why}")
+            run = _Run(_attach(model, self._options), self._options, self._votes)
+        run.begin()
 
 
 def _why_not(model: DistributedDataParallel) -> str:
@@ -228,20 +235,22 @@ class _Run:
     _has_begun = False
 
     def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
-        self._sync, self._options, self._number = sync, options, votes.number
+        self._sync, self._options, self._votes = sync, options, votes
         self._is_first = dist.get_rank() == votes.ranks[0]
         self._folder = None if options.checkpoint is None else Path(self._numbered(options.checkpoint))
         self._watch, self._is_told_to_end = ExitStack(), False
 
-    def loaded(self) -> str:
-        """Load the folder's state; return the answer to compare: the step, or why it failed."""
-        if self._folder is None or not any(self._folder.glob(LOCAL_NAME.format("*"))):
-            return "step 0"
-        try:
-            load_local(self._sync, self._folder)
-        except StateError as error:
-            return f"{error}; remove {self._folder} to start without saved state"
-        return f"step {self._sync.steps}"
+    def load(self) -> str:
+        """Load the folder's state; return why not all processes have loaded the same step's. Collective."""
+        if self._folder is None:
+            return ""
+        error = ""
+        if any(self._folder.glob(LOCAL_NAME.format("*"))):
+            try:
+                load_local(self._sync, self._folder)
+            except StateError as failed:
+                error = str(failed)
+        return self._votes.cast("state", error or f"step {self._sync.steps}", PASS_SECONDS) or error
 
     def begin(self) -> None:
         self._stats, self._has_begun = self._sync.stats(), True
@@ -309,7 +318,7 @@ class _Run:
 
     def _numbered(self, path: str) -> str:
         """Return this model's own path: a job may train several models, such as a GAN."""
-        return path if self._number == 1 else f"{path}.{self._number}"
+        return path if self._votes.number == 1 else f"{path}.{self._votes.number}"
 
 
 def _tell_runs_to_end(*_: object) -> None:
