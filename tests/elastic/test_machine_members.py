@@ -24,7 +24,7 @@ RUN = """
 import sys
 from thinwire import cli, elastic_job
 elastic_job.HEARTBEAT_TIMEOUT_MS = 2_000
-sys.argv[1:3] = ["run"]
+sys.argv.insert(1, "run")
 cli.main()
 """
 SCRIPT = str(Path(__file__).parents[1] / "machine_member.py")
