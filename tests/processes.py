@@ -329,8 +329,8 @@ def _run_body(module: str, name: str, fixtures: dict[str, Any]) -> None:
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
-    """Wait until something has happened, for a minute at most."""
-    deadline = time.monotonic() + 60
+    """Wait until something has happened, for three minutes at most."""
+    deadline = time.monotonic() + 180
     while not happened():
         assert time.monotonic() < deadline, "it has not happened"
         time.sleep(0.02)

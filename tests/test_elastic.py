@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 
 from commands import EXAMPLES, TOLD, Running, stand_ins, started_python
-from processes import processes_of
+from processes import processes_of, wait_for
 
 STEP = re.compile(r"step (\d+), process (\d+) of (\d+): loss (\d+\.\d+)")
 SAVE_EVERY, STEPS, LOST_AT = 5, 60, 22
@@ -47,13 +45,6 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.timeout(400)
 def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     store, log, other_log = tmp_path / "store", tmp_path / "log", tmp_path / "other log"
@@ -69,12 +60,12 @@ def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path
         )
         # Who comes first decides how long the second is waited for; who comes second completes the job.
         # An agent writes the key when it starts, and again when it has come.
-        wait_until(lambda: store.read_bytes().count(b"torch.rendezvous.job") > 1)
+        wait_for(lambda: store.read_bytes().count(b"torch.rendezvous.job") > 1)
         staying = opened.enter_context(
             agent(store, log, [*stand_in, *script], address="127.0.0.1", last_call_seconds=1)
         )
         try:
-            wait_until(lambda: f"step {LOST_AT}," in log.read_text())
+            wait_for(lambda: f"step {LOST_AT}," in log.read_text())
             lost = processes_of(leaving.pid)
             everyone = [*processes_of(staying.pid), *lost]
             assert len(lost) == 3

@@ -14,7 +14,6 @@ from torch import nn
 
 import thinwire
 from advice.ways import network
-from commands import run_python
 from processes import Typed
 from thinwire import advise
 from thinwire.advice import Advice
@@ -26,19 +25,6 @@ from thinwire.probe.measured_link import MeasuredLink
 
 # Two blocks of width 64, and an embedding.
 PARAMETERS = 64 * 1881
-
-WITHOUT_TORCH = """
-import sys
-for name in [name for name in sys.modules if name.partition(".")[0] in ("thinwire", "torch")]:
-    del sys.modules[name]
-sys.modules["torch"] = None
-from thinwire.cli import main
-main()
-"""
-
-
-def transformer_block() -> nn.Module:
-    return nn.TransformerEncoderLayer(64, 1, 256, dropout=0.0, batch_first=True)
 
 
 def one_step(model: nn.Module) -> None:
@@ -68,18 +54,12 @@ def test_bytes_are_those_of_the_algorithms_plans(row: Priced, members: int) -> N
             assert sent.residual_bytes == row.algorithm.remembers * kept
 
 
-def test_the_command_answers_without_torch() -> None:
-    """Importing it would take longer than the answer."""
-    asked = "--parameters", "350M", "--compute", "0.8s", "--rate", "1gbit"
-    answer = run_python("-u", "-c", WITHOUT_TORCH, "advise", *asked)
-    assert answer.stdout.startswith("Do this: ")
-
-
 def test_the_answer_is_that_of_a_real_model_of_this_shape() -> None:
     """On a link so slow that the arithmetic of this machine, and its noise, count for nothing."""
     link = MeasuredLink.of_rate(1e3, 0.5, 3)
+    blocks = [nn.TransformerEncoderLayer(64, 1, 256, dropout=0.0, batch_first=True) for _ in range(2)]
     with group_of_one():
-        model = nn.Sequential(nn.Embedding(1881 - 2 * 781, 64), *(transformer_block() for _ in range(2)))
+        model = nn.Sequential(nn.Embedding(1881 - 2 * 781, 64), *blocks)
         shapes = [tuple(parameter.shape) for parameter in model.parameters()]
         assert shapes[::-1] == gradient_shapes(PARAMETERS)
         timed = advise(model, one_step, link.probe, budget_seconds=0.1, optimizer="AdamW", total_steps=2000)

@@ -61,6 +61,13 @@ def test_a_package_that_the_command_line_lacks_is_named(package: str) -> None:
     )
 
 
+def test_advise_answers_without_torch() -> None:
+    """Importing it would take longer than the answer."""
+    asked = "--parameters=350M", "--compute=0.8s", "--rate=1gbit"
+    done = run_python("-u", "-c", WITHOUT.format("'torch'", "thinwire"), "advise", *asked)
+    assert done.stdout.startswith("Do this: ")
+
+
 def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:
     """No index has Thinwire: `pip install 'thinwire[cli]'` would find nothing, or another package."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
