@@ -27,7 +27,7 @@ from stacked import StackedGPT
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, Nesterov, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.comm import InProcessTransport, run_members
-from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss
+from thinwire.demo.gpt import GPT, SIZES, GPTConfig, heldout_loss
 from thinwire.simulation import Simulation
 from trainings import EXACT, command_line, cosine, percents, text, train_all, windows
 

@@ -31,7 +31,7 @@ from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.advice.losses import BASELINE
 from thinwire.advice.priced import priced
-from thinwire.demo.model import GPT, SIZES
+from thinwire.demo.gpt import GPT, SIZES
 from thinwire.probe import probe
 
 UNTIMED_ROUNDS = 3

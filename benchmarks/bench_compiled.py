@@ -14,7 +14,7 @@ import torch
 
 from bench_triton import ASLEEP_CYCLES, copied_bytes_per_second, two_events
 from pages import markdown_table, page
-from thinwire.kernels.base import CodeKernels, MeanArgs
+from thinwire.kernels.backend import CodeKernels, MeanArgs
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.triton import triton_codes
 from thinwire.tensors.blocks import Blocks

@@ -22,7 +22,7 @@ import thinwire
 from pages import markdown_table, page, save
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
+from thinwire.demo.gpt import GPT, GPTConfig, next_byte_loss
 from thinwire.sync.settings import HostCheck
 
 # GPT-2 small, but that its head has weights of its own.

@@ -34,7 +34,7 @@ from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import page, save, save_json
 from progress import Kept
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT
+from thinwire.demo.gpt import GPT
 from torchft_diloco import OUTER_LR, OUTER_MOMENTUM, fragments, torchft_diloco
 from turns import UNTIMED_STEPS
 from whole_steps import (

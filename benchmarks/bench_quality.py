@@ -18,7 +18,7 @@ from pages import markdown_table, page, save, spread
 from progress import Kept
 from thinwire import AllReduce, Cast, PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.demo.model import GPT, GPTConfig, heldout_loss, next_byte_loss
+from thinwire.demo.gpt import GPT, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from trainings import EXACT, cosine, text, train_all, windows

@@ -22,7 +22,7 @@ import whole_steps
 from pages import page, save, save_json
 from progress import Kept
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, SIZES
+from thinwire.demo.gpt import GPT, SIZES
 from whole_steps import BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch, Runs, Setting
 
 HOSTS, SHARDS = 2, 2

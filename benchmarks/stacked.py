@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
+from thinwire.demo.gpt import GPT, GPTConfig, next_byte_loss
 from thinwire.plan import ParameterSpec
 
 

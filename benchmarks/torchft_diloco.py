@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.optim import SGD, Optimizer
 
 from in_lab import own_address
-from thinwire.demo.model import GPT
+from thinwire.demo.gpt import GPT
 
 # Of SGD with Nesterov momentum: ours is compared with the same.
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pages import save
 from progress import TERMINAL_EVERY_SECONDS, Progress
-from thinwire.demo.model import Text, batch_generator, load_text, sample_batch
+from thinwire.demo.gpt import Text, batch_generator, load_text, sample_batch
 
 EXACT = "exact"
 SHARED_STEPS: Any = None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import markdown_table
 from progress import Kept, Progress
-from thinwire.demo.model import GPT, SIZES, GPTConfig, next_byte_loss, sample_batch
+from thinwire.demo.gpt import GPT, SIZES, GPTConfig, next_byte_loss, sample_batch
 from thinwire.lab import BITS, number_with_unit
 from trainings import text
 from turns import Contender, Measured, take_turns, turns_done

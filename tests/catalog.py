@@ -17,7 +17,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.lowrank import powersgd_plan
 from thinwire.algorithms.lowrank.config import LowRankRoute
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import Kernels
+from thinwire.kernels.backend import Kernels
 from thinwire.kernels.matrices import Rows
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.simulation import Simulation

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import Kernels
+from thinwire.kernels.backend import Kernels
 from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, Terms
 
 

@@ -19,7 +19,7 @@ import pytest
 from commands import run_python, stand_ins, started_python
 from processes import wait_for
 from thinwire import ConfigError, launch
-from thinwire.cli.common import run_here
+from thinwire.cli.job import run_here
 from thinwire.elastic_job import ElasticJob
 from thinwire.launch import Job, LocalJob, end_signals, ending_with_this, python_module
 

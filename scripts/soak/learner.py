@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from machine_member import Deadly, die
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
-from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
+from thinwire.demo.gpt import Text, fixed_batches, load_text, sample_batch
 from thinwire.elastic import DiLoCo, Group, Steps, TorchftGroup
 from thinwire.local_sgd.groups import torchft_client
 from thinwire.tensors.layout import local_tensor

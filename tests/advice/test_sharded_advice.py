@@ -18,7 +18,7 @@ import thinwire
 from advice.ways import network, only_priced
 from processes import in_each_process
 from thinwire import ConfigError
-from thinwire.adapters.sharded.model import local_of
+from thinwire.adapters.sharded.view import local_of
 from thinwire.advice import sharded_subject
 from thinwire.advice.prediction import SHARDING
 from thinwire.errors import AttachError

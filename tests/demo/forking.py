@@ -14,7 +14,7 @@ from typing import IO
 
 from commands import become
 from thinwire import cli, launch
-from thinwire.demo import model
+from thinwire.demo import gpt
 
 
 class Forked:
@@ -47,8 +47,8 @@ class Forked:
 def install() -> None:
     """For the rest of this process's life."""
     # Of one package: to find and measure on the whole standard library takes longer than a few steps.
-    model.load_text = cache(partial(model.load_text, Path(asyncio.__file__).parent))
-    model.load_text()  # all that is forked has it
+    gpt.load_text = cache(partial(gpt.load_text, Path(asyncio.__file__).parent))
+    gpt.load_text()  # all that is forked has it
     launch.subprocess.Popen = Forked  # type: ignore[attr-defined]
 
 

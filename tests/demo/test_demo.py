@@ -16,7 +16,7 @@ from demo import forking
 from processes import Setting, run_fresh, wait_for
 from thinwire import launch
 from thinwire.cli.demo import JobError, run_algorithms
-from thinwire.demo.model import load_text
+from thinwire.demo.gpt import load_text
 from thinwire.demo.train import DemoOptions
 from thinwire.errors import ConfigError
 from thinwire.watch import read_run

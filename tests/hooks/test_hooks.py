@@ -440,7 +440,7 @@ def test_what_sends_messages_is_not_pickled() -> None:
 @in_each_process(2)
 def test_statistics_are_logged() -> None:
     state = hooks.PowerSGDState(None, start_powerSGD_iter=0, compression_stats_logging_frequency=2)
-    with patch("thinwire.hooks.powersgd.logger") as logger:
+    with patch("thinwire.hooks.powersgd_hook.logger") as logger:
         gradients_of(hooked(state), range(5))
     lines = [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
     assert len(lines) == 2

@@ -23,8 +23,8 @@ from commands import run_job, run_processes, run_python, stand_ins
 from processes import Setting, Spawn, Typed, run_fresh
 from thinwire import ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
-from thinwire.preload import model as preload_model
-from thinwire.preload.settings import VARIABLE, Options
+from thinwire.preload import built_model
+from thinwire.preload.options import VARIABLE, Options
 from thinwire.preload.strict import ATTACHED, note_attached
 from thinwire.sync import engine_of
 from training import error_of
@@ -83,7 +83,7 @@ class DistributedDataParallel:
 BUILDING = """
 import sys, types
 print(sorted(name for name in sys.modules if name.startswith("thinwire")))
-sys.modules["thinwire.preload.model"] = types.SimpleNamespace(note_built=lambda model: print("noted"))
+sys.modules["thinwire.preload.built_model"] = types.SimpleNamespace(note_built=lambda model: print("noted"))
 from torch.nn.parallel.distributed import DistributedDataParallel
 DistributedDataParallel()
 """
@@ -115,7 +115,7 @@ def train_in_forked_process(setting: Setting, options: Options) -> float | None:
     os.environ.update(options.environment())
     setting.join_group()
     model = DistributedDataParallel(nn.Linear(64, 64))
-    preload_model.note_built(model)
+    built_model.note_built(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with Join([model]):
         for batch in torch.ones(1 - setting.process_rank, 1, 64):  # none on rank 1
@@ -123,7 +123,7 @@ def train_in_forked_process(setting: Setting, options: Options) -> float | None:
     assert "has already attached" in error_of(lambda: model.register_comm_hook(None, print))
     gc.disable()
     model.itself = model  # as in some scripts: it is not freed when the function returns
-    (run,) = preload_model._runs
+    (run,) = built_model._runs
     scale = engine_of(run._sync).settings.loss_scale
     return None if scale is None else float(scale(torch.device("cpu")))
 
@@ -206,7 +206,7 @@ def test_a_process_that_built_no_model_says_so(
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     from thinwire.preload import startup  # noqa: PLC0415 - it waits for DDP
 
-    for name in ("thinwire.preload.model", *["thinwire.sync"] * (not by_itself)):
+    for name in ("thinwire.preload.built_model", *["thinwire.sync"] * (not by_itself)):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: has_optimizer)
     for name, value in ({"WORLD_SIZE": "1", ATTACHED: str(tmp_path / "attached")} | environment).items():
@@ -226,7 +226,7 @@ def test_a_process_that_trains_has_made_an_optimizer(monkeypatch: pytest.MonkeyP
 
 def started_otherwise() -> list[str]:
     """Why a model is not attached: nobody differs, another algorithm, nothing on process 1."""
-    votes, rank = preload_model._Votes(DistributedDataParallel(nn.Linear(4, 4))), dist.get_rank()
+    votes, rank = built_model._Votes(DistributedDataParallel(nn.Linear(4, 4))), dist.get_rank()
     reasons = [votes.cast("1", ALGORITHM, 30), votes.cast("2", f"Quantize(bits={2**rank})", 30)]
     if rank == 0:
         reasons.append(votes.cast("3", ALGORITHM, 1))

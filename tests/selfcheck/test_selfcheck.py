@@ -13,8 +13,8 @@ import torch.distributed as dist
 from commands import run_job
 from processes import Typed, in_each_process
 from thinwire.plan import ParameterSpec
-from thinwire.selfcheck.checks import CHECKS, CheckContext
 from thinwire.selfcheck.device import ALGORITHMS, RANKS, measure
+from thinwire.selfcheck.training_checks import CHECKS, CheckContext
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.scheduler import CollectiveScheduler
 

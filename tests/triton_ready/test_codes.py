@@ -9,7 +9,7 @@ import torch
 
 from catalog import numbers, spec
 from thinwire.algorithms.quantize import MAX_BLOCK
-from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
+from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.torch_codes import CODES as PYTORCH
 from thinwire.kernels.triton.triton_codes import CODES as TRITON
 from thinwire.tensors.blocks import Blocks

@@ -15,7 +15,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.cli.report import write_report
 from thinwire.simulation import Simulation
 from thinwire.watch import read_run
-from thinwire.watch.report import report_page
+from thinwire.watch.report_page import report_page
 
 
 def watched(

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters import ddp_model
-from thinwire.adapters.common import (
+from thinwire.adapters.setup import (
     allow_steps_inside,
     averaged_models,
     contributor_scales,

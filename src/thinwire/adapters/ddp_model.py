@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
-from thinwire.adapters.common import live_objects
+from thinwire.adapters.setup import live_objects
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled

@@ -24,10 +24,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.common import contributor_scales, log_start, new_engine
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
 from thinwire.adapters.ddp_model import guard, names_in, unaveraged
 from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all, why_whole
+from thinwire.adapters.setup import contributor_scales, log_start, new_engine
 from thinwire.algorithms import Algorithm, Bucket, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.algorithms.requests import AllGather

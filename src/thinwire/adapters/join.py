@@ -12,9 +12,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.adapters.common import contributor_scales, refuse_weight_of_contributors
 from thinwire.adapters.ddp import Switch
 from thinwire.adapters.ddp_model import ddp_inside, find_ddp_models, hook_of, wrong_model
+from thinwire.adapters.setup import contributor_scales, refuse_weight_of_contributors
 from thinwire.comm.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync, engine_of

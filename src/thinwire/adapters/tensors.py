@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import (
+from thinwire.adapters.setup import (
     Shadow,
     log_start,
     new_engine,

@@ -16,10 +16,10 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import what needs torch when it is first used: `thinwire advise` answers without it."""
-        homes = {"Auto": "automatic", "auto": "automatic", "advise": "forecast"}
-        if name not in homes:
+        modules = {"Auto": "automatic", "auto": "automatic", "advise": "forecast"}
+        if name not in modules:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = getattr(import_module(f"thinwire.advice.{homes[name]}"), name)
+        globals()[name] = getattr(import_module(f"thinwire.advice.{modules[name]}"), name)
         return globals()[name]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.sharded.fsdp import FSDPAdapter, refuse_attached, specs_of
-from thinwire.adapters.sharded.model import ShardedModel, local_of, pieces_of, replicas_of, reshard
+from thinwire.adapters.sharded.view import ShardedModel, local_of, pieces_of, replicas_of, reshard
 from thinwire.algorithms import Algorithm
 from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
 from thinwire.errors import ConfigError

@@ -17,7 +17,7 @@ from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit,
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
+from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.dispatch import all_finite
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks

@@ -13,7 +13,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import TopKQuery
+from thinwire.kernels.backend import TopKQuery
 from thinwire.kernels.dispatch import all_finite, entry_kernels_for
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators

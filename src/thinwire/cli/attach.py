@@ -11,11 +11,11 @@ from pathlib import Path
 
 import typer
 
-from thinwire.cli.common import check_output, make_folder
+from thinwire.cli.job import check_output, make_folder
 from thinwire.errors import ConfigError
 from thinwire.launch import ending_with_this
 from thinwire.preload import strict as strict_run
-from thinwire.preload.settings import Options
+from thinwire.preload.options import Options
 
 
 def attach(

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from thinwire.cli.common import BACKEND, PROCESSES, joined_job, run_here, tell_without_numba
+from thinwire.cli.job import BACKEND, PROCESSES, joined_job, run_here, tell_without_numba
 from thinwire.comm import gather_numbers
 from thinwire.errors import ConfigError
 from thinwire.kernels.triton import limits
-from thinwire.selfcheck.checks import CHECKS, CheckContext
 from thinwire.selfcheck.device import COST_WITHOUT_TRITON, Row, gpt2_small, measure
+from thinwire.selfcheck.training_checks import CHECKS, CheckContext
 from thinwire.version import __version__
 
 # A collective in which some process does not take part ends the check after this time.

@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.common import exit_if_stopped, make_folder, tell_without_numba
+from thinwire.cli.job import exit_if_stopped, make_folder, tell_without_numba
 from thinwire.cli.report import write_report
-from thinwire.demo.model import GPT, SIZES
+from thinwire.demo.gpt import GPT, SIZES
 from thinwire.demo.train import ALGORITHMS, DemoOptions
 from thinwire.errors import ThinwireError
 from thinwire.launch import LocalJob
@@ -68,7 +68,7 @@ def demo(
 
 def run_algorithms(options: DemoOptions, console: Console) -> list[Path]:
     """Train with every algorithm, and print the table; return the records."""
-    from thinwire.watch.report import summary  # noqa: PLC0415 - slow to import
+    from thinwire.watch.report_page import summary  # noqa: PLC0415 - slow to import
 
     paths = [options.record_path(name) for name in options.algorithms]
     for path in paths:

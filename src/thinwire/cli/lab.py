@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from thinwire.checks import number, processes_here
-from thinwire.cli.common import check_output
+from thinwire.cli.job import check_output
 from thinwire.errors import ConfigError
 from thinwire.lab import LinkSpec, Network, check_machine
 from thinwire.launch import Job, Output, Process

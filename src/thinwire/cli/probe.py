@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.common import BACKEND, PROCESSES, check_output, joined_job, run_here
+from thinwire.cli.job import BACKEND, PROCESSES, check_output, joined_job, run_here
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from thinwire.cli.common import check_output
+from thinwire.cli.job import check_output
 from thinwire.errors import ConfigError
 from thinwire.watch import read_run
 
@@ -33,7 +33,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     """Read runs, each up to any damage, which is printed, and write the page."""
     if output.resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"{output} is one of the files to read; give a different --output")
-    from thinwire.watch.report import report_page  # noqa: PLC0415 - slow to import, needed here alone
+    from thinwire.watch.report_page import report_page  # noqa: PLC0415 - slow to import, needed here alone
 
     runs = [read_run(path) for path in paths]
     # Make the page first: a run without steps raises, and leaves an older file alone.

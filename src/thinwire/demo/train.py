@@ -22,7 +22,7 @@ import thinwire
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.checks import cores, processes_here, whole_number
-from thinwire.demo.model import (
+from thinwire.demo.gpt import (
     GPT,
     SIZES,
     Text,

@@ -20,9 +20,9 @@ from torch.futures import Future
 from thinwire.algorithms import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import ConfigError
-from thinwire.hooks import post_local_sgd, powersgd, stateless
+from thinwire.hooks import post_local_sgd, powersgd_hook, stateless
 from thinwire.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
-from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from thinwire.hooks.powersgd_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from thinwire.hooks.stateless import (
     MachinesState,
     allreduce_hook,
@@ -74,8 +74,8 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 # The hooks with large messages, each with its function that also takes a dtype for them.
 LARGE: list[tuple[Hook, Callable[..., Future[torch.Tensor]]]] = [
     (allreduce_hook, stateless.averaged),
-    (powerSGD_hook, partial(powersgd.low_rank, PowerSGD)),
-    (batched_powerSGD_hook, partial(powersgd.low_rank, BatchedPowerSGD)),
+    (powerSGD_hook, partial(powersgd_hook.low_rank, PowerSGD)),
+    (batched_powerSGD_hook, partial(powersgd_hook.low_rank, BatchedPowerSGD)),
     (post_localSGD_hook, post_local_sgd.averaged),
 ]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from thinwire.adapters.common import divide_by_contributors
 from thinwire.adapters.ddp import DDPAdapter, completed_future, dense_buffer
+from thinwire.adapters.setup import divide_by_contributors
 from thinwire.algorithms.exact import WireDtype
 from thinwire.checks import true_or_false, whole_count
 from thinwire.comm import ProcessGroupTransport, agree, checked_group

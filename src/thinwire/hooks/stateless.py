@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thinwire.adapters.common import divide_by_contributors
 from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, completed_future, dense_buffer
+from thinwire.adapters.setup import divide_by_contributors
 from thinwire.algorithms import Algorithm, AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.checks import whole_number

@@ -18,7 +18,7 @@ from thinwire.algorithms.registry import no_algorithm
 from thinwire.errors import ConfigError
 from thinwire.local_sgd import elastic_members as elastic
 from thinwire.local_sgd.averager import ModelAverager
-from thinwire.preload.settings import averaging_of
+from thinwire.preload.options import averaging_of
 from thinwire.sync import Settings
 from thinwire.sync.settings import StepOptions
 from thinwire.torch_private import takes_step_hooks

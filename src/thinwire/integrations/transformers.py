@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from thinwire.adapters.attach import attach as attach_model
-from thinwire.adapters.common import ALONE, live_objects
+from thinwire.adapters.setup import ALONE, live_objects
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local

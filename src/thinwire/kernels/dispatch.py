@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryKernels, Kernels, Tables
+from thinwire.kernels.backend import NUMBA_FACTOR_ROWS, CodeKernels, EntryKernels, Kernels, Tables
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.kernels.torch_kernels import LOW_RANK

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
+from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.matrices import round_into
 from thinwire.tensors.accelerators import is_accelerator
 from thinwire.tensors.blocks import Blocks

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from thinwire.kernels.base import EntryKernels, TopKQuery
+from thinwire.kernels.backend import EntryKernels, TopKQuery
 from thinwire.kernels.matrices import round_into
 from thinwire.tensors import accelerators
 from thinwire.tensors.coded import pack, unpack

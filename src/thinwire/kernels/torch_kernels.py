@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch.nn.functional import pad, threshold
 
-from thinwire.kernels.base import Kernels
+from thinwire.kernels.backend import Kernels
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
     MatmulBatch,

@@ -279,7 +279,7 @@ def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
     if not hasattr(parameter, "to_local"):
         return held
     # This takes seconds to import; a sharded model has imported it already.
-    sharded: torch.Tensor = import_module("thinwire.adapters.sharded.model").sharded_like(parameter, held)
+    sharded: torch.Tensor = import_module("thinwire.adapters.sharded.view").sharded_like(parameter, held)
     return sharded
 
 

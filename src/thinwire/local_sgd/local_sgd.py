@@ -14,8 +14,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import Shadow, averaging_model, log_start
 from thinwire.adapters.ddp import DDPAdapter, switched
+from thinwire.adapters.setup import Shadow, averaging_model, log_start
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step

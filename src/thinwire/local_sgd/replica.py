@@ -16,7 +16,7 @@ from thinwire.sync import Engine, GradientSync
 from thinwire.sync.algorithm_state import assemble, parts_of_all
 
 if TYPE_CHECKING:
-    from thinwire.adapters.sharded.model import Piece
+    from thinwire.adapters.sharded.view import Piece
 
 HELD = Slot("what processes hold", is_elementwise=True)
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.ddp_model import is_fsdp2
 from thinwire.adapters.sharded.fsdp import attached_to
-from thinwire.adapters.sharded.model import Piece, ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.adapters.sharded.sync import ShardedSync
+from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.comm import ProcessGroupTransport, Transport, control_transport
 from thinwire.errors import AttachError
 from thinwire.local_sgd.replica import Replica

@@ -15,9 +15,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from thinwire.adapters.common import live_objects, trains
 from thinwire.adapters.ddp import ATTACHED, Switch
 from thinwire.adapters.ddp_model import DetachedAdapter, check_options
+from thinwire.adapters.setup import live_objects, trains
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError
 from thinwire.torch_private import closure_not_compiled, comm_hooks, not_compiled

@@ -53,7 +53,7 @@ def watch_built(ddp: Any) -> None:
         build(model, *args, **kwargs)
         os.environ[BUILT] = "1"
         # Imported here, so that a process that builds no DDP model imports nothing of Thinwire.
-        from thinwire.preload.model import note_built  # noqa: PLC0415
+        from thinwire.preload.built_model import note_built  # noqa: PLC0415
 
         note_built(model)
 
@@ -62,7 +62,7 @@ def watch_built(ddp: Any) -> None:
 
 def end_process() -> None:
     """Print at the end of a job's first process, or of one that trained alone, that it built no DDP model."""
-    if "thinwire.preload.model" in sys.modules:
+    if "thinwire.preload.built_model" in sys.modules:
         return
     if "thinwire.sync" in sys.modules:  # the script attaches by itself
         from thinwire.preload.strict import note_attached  # noqa: PLC0415

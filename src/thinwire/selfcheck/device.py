@@ -14,7 +14,7 @@ from thinwire.errors import CommunicationError
 from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows
 from thinwire.plan import ParameterSpec
-from thinwire.selfcheck.checks import CheckContext, gap
+from thinwire.selfcheck.training_checks import CheckContext, gap
 from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import wait_for

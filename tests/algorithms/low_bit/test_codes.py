@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from catalog import numbers, spec
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
+from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded
 from thinwire.tensors.rounding import CounterRNG

@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
-from thinwire.adapters.common import (
+from thinwire.adapters.ddp_model import plain_name
+from thinwire.adapters.setup import (
     allow_steps_inside,
     log_start,
     refuse_averaged_twice,
     refuse_steps_inside,
 )
-from thinwire.adapters.ddp_model import plain_name
-from thinwire.adapters.sharded.model import (
+from thinwire.adapters.sharded.sync import ShardedSync
+from thinwire.adapters.sharded.view import (
     Piece,
     ShardedModel,
     local_of,
@@ -31,7 +32,6 @@ from thinwire.adapters.sharded.model import (
     replicas_of,
     sharded_like,
 )
-from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
 from thinwire.comm import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from thinwire.adapters.sharded.model import Piece, local_of, sharded_like
+from thinwire.adapters.sharded.view import Piece, local_of, sharded_like
 from thinwire.comm import Transport
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.plan import SHARD_MARK, ParameterSpec

@@ -12,7 +12,7 @@ import torch
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.low_rank_plan import LowRankPlan
 from thinwire.algorithms.lowrank.powersgd_plan import PowerSGDPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import Requests

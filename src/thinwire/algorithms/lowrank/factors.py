@@ -11,7 +11,7 @@ import torch
 from thinwire.algorithms.base import Memory, Slot
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
 from thinwire.algorithms.requests import Jointly, Mean, Round
-from thinwire.kernels.base import Kernels
+from thinwire.kernels.backend import Kernels
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows, widened
 from thinwire.tensors import accelerators
 

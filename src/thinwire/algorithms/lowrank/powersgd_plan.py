@@ -20,7 +20,7 @@ from thinwire.algorithms.lowrank.factors import (
     bases_ahead,
     starting_bases,
 )
-from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.low_rank_plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests, Round
 from thinwire.kernels.dispatch import choice, kernels_for

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
+from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.torch_codes import levels_of
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.kernels.base import EntryKernels, TopKQuery
+from thinwire.kernels.backend import EntryKernels, TopKQuery
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.kernels.triton.limits import warn_fallback

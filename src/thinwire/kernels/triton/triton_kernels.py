@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.kernels import torch_kernels
-from thinwire.kernels.base import Tables
+from thinwire.kernels.backend import Tables
 from thinwire.kernels.matrices import DEPENDENT_BELOW, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import (

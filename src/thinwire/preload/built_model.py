@@ -24,12 +24,12 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
-from thinwire.adapters.common import live_objects, log_start, trains
 from thinwire.adapters.ddp_model import hook_of
+from thinwire.adapters.setup import live_objects, log_start, trains
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
 from thinwire.errors import AttachError, StateError, ThinwireError
-from thinwire.preload.settings import VARIABLE, Options, averaging_of
+from thinwire.preload.options import VARIABLE, Options, averaging_of
 from thinwire.preload.strict import note_attached
 from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import (
