@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NoReturn
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -379,6 +381,11 @@ class Switch:
                 adapter.remove_hooks()
             adapter = DDPAdapter(Engine(AllReduce(), self._transport), model)
             self.adapter_now, self.taken_by = lambda: adapter, ""
+
+    def hand_over(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let another hook average from the next pass on: DDP takes no second one."""
+        taken: Any = SimpleNamespace(run=partial(hook, state))
+        self.adapter_now, self.taken_by = lambda: taken, "another hook"
 
     def __deepcopy__(self, memo: dict[int, object]) -> ddp_model.DetachedAdapter:
         """Return a stand-in: a copied model, as for weight averaging, has a reducer without a hook."""

@@ -24,6 +24,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
+from thinwire.adapters.ddp import Switch
 from thinwire.adapters.ddp_model import hook_of
 from thinwire.adapters.setup import live_objects, log_start, trains
 from thinwire.algorithms import Algorithm
@@ -33,6 +34,7 @@ from thinwire.preload.options import VARIABLE, Options, averaging_of
 from thinwire.preload.strict import note_attached
 from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import (
+    comm_hooks,
     default_store,
     forget_hooks_in,
     forward_pre_hooks,
@@ -73,12 +75,15 @@ def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
 
 
 def _register_comm_hook(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register the script's own hook, unless the model is attached already."""
-    if model in _attached:
-        raise AttachError(
-            "thinwire attach has already attached this model, at its first training pass; register hooks and "
-            "attach before it, or run the script without thinwire attach"
-        )
+    """Register the script's own hook; in an attached model it takes the place of Thinwire's."""
+    switches = [held for _, held in comm_hooks(model) if isinstance(held, Switch)]
+    for run in [run for run in _runs if any(engine_of(run.sync) is switch.engine for switch in switches)]:
+        name = getattr(hook, "__qualname__", hook)
+        _leave_alone(run.options, f"it has now registered the communication hook {name}")
+        run.end()
+        run.sync.detach()
+        switches[0].hand_over(state, hook)
+        return
     _register_on_ddp(model, state, hook)
 
 
@@ -235,7 +240,7 @@ class _Run:
     _has_begun = False
 
     def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
-        self._sync, self._options, self._votes = sync, options, votes
+        self.sync, self.options, self._votes = sync, options, votes
         self._is_first = dist.get_rank() == votes.ranks[0]
         self._folder = None if options.checkpoint is None else Path(self._numbered(options.checkpoint))
         self._watch, self._is_told_to_end = ExitStack(), False
@@ -247,22 +252,22 @@ class _Run:
         error = ""
         if any(self._folder.glob(LOCAL_NAME.format("*"))):
             try:
-                load_local(self._sync, self._folder)
+                load_local(self.sync, self._folder)
             except StateError as failed:
                 error = str(failed)
-        return self._votes.cast("state", error or f"step {self._sync.steps}", PASS_SECONDS) or error
+        return self._votes.cast("state", error or f"step {self.sync.steps}", PASS_SECONDS) or error
 
     def begin(self) -> None:
-        self._stats, self._has_begun = self._sync.stats(), True
-        engine_of(self._sync).reporter.observers.append(self._after_step)
+        self._stats, self._has_begun = self.sync.stats(), True
+        engine_of(self.sync).reporter.observers.append(self._after_step)
         _runs.add(self)
         _of_thread.runs.add(self)
         # Processes that multiprocessing forks end without running atexit's functions.
         Finalize(None, _end_runs, exitpriority=0)
         if self._folder is None:
-            if self._is_first and self._sync.algorithm.remembers:
+            if self._is_first and self.sync.algorithm.remembers:
                 _say(
-                    f"{self._sync.algorithm} remembers what it has not sent yet, but your checkpoints do not "
+                    f"{self.sync.algorithm} remembers what it has not sent yet, but your checkpoints do not "
                     "contain it; --checkpoint DIR saves it"
                 )
         # In Python, only the main thread can handle signals.
@@ -271,11 +276,11 @@ class _Run:
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         ):
             signal.signal(signal.SIGTERM, _tell_runs_to_end)
-        if self._options.watch is not None and self._is_first:
+        if self.options.watch is not None and self._is_first:
             from thinwire.watch import Watch  # noqa: PLC0415
 
             try:
-                self._watch.enter_context(Watch(self._sync, self._numbered(self._options.watch)))
+                self._watch.enter_context(Watch(self.sync, self._numbered(self.options.watch)))
             except (ThinwireError, OSError) as error:
                 _say(f"nothing is recorded: {error}")
 
@@ -301,13 +306,13 @@ class _Run:
         self._watch.close()
         if self._folder is not None:
             try:
-                self._sync.abandon()  # if a pass was interrupted
-                save_local(self._sync, self._folder)
+                self.sync.abandon()  # if a pass was interrupted
+                save_local(self.sync, self._folder)
             except (ThinwireError, OSError) as error:
                 _say(f"nothing was saved: {error}")
         # Suppress: the device may have failed.
         with suppress(RuntimeError):
-            before, now = self._stats, self._sync.stats()
+            before, now = self._stats, self.sync.stats()
             sent = (now.message_bytes - before.message_bytes) / 1e6
             in_bf16 = (now.gradient_bytes - before.gradient_bytes) / 2e6
             if self._is_first:
