@@ -65,6 +65,8 @@ def test_the_first_process_says_in_one_line_what_is_on() -> None:
         (listed, lambda: AlgorithmAggregator(listed.parameters(), POWER)),
         (sharded, lambda: thinwire.attach(sharded, POWER)),
     ]
+    if not hasattr(torch.cpu.Stream(), "record_event"):
+        starts.pop()  # FSDP2 of this torch does not run on CPUs
     for model, start in starts:
         with logged() as lines:
             start()
