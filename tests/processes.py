@@ -53,6 +53,7 @@ from functools import update_wrapper
 from importlib import import_module
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -184,9 +185,11 @@ class Pool:
         self._processes = [
             process(_serve, rank, world_size, str(self._folder), end) for rank, end in enumerate(theirs)
         ]
-        for process_, end in zip(self._processes, theirs, strict=True):
+        # multiprocessing would ask them to end, and wait for ever for one that is stopped.
+        Finalize(self, end, (self._processes,), exitpriority=0)
+        for process_, their_end in zip(self._processes, theirs, strict=True):
             process_.start()
-            end.close()  # so that it ends for us with the process
+            their_end.close()  # so that it ends for us with the process
         self.collect(60.0)
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:

@@ -18,7 +18,7 @@ import pytest
 
 from commands import run_python, stand_ins, started_python
 from processes import wait_for
-from thinwire import ConfigError, launch
+from thinwire import ConfigError, launch, local_job
 from thinwire.cli.job import run_here
 from thinwire.elastic_job import ElasticJob
 from thinwire.launch import Job, LocalJob, end_signals, ending_with_this, python_module
@@ -170,7 +170,7 @@ def test_a_machine_without_loopback_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", launch.STORE_VARIABLE):
+    for name in ("RANK", local_job.STORE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     run_here(None)
     with pytest.raises(ConfigError, match="processes must be a whole number of at least 1, got 0"):
@@ -178,7 +178,7 @@ def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=r"already belongs to one \(RANK is set\); leave it out"):
         run_here(2)
-    monkeypatch.setenv(launch.STORE_VARIABLE, "there")
+    monkeypatch.setenv(local_job.STORE_VARIABLE, "there")
     run_here(2)
 
 

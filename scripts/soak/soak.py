@@ -242,6 +242,12 @@ def main() -> None:
     print(f"{len(told)} processes bit-equal: {same}; identity missed by {gap:.1e} of the sum of true means")
     print(f"still owed {told[0].owed:.2f} of it; compression ratio {told[0].ratio:.1f}")
     print(f"{time.monotonic() - start:.0f} s")
+    assert set(struck) == {"non-finite", "slow", "stall", "kill", "raise"}
+    assert restarts == options.num_losses
+    for each in told:
+        assert each.step == options.steps
+        assert each.owed > 1e-3  # a loss of this residual would show
+        assert each.ratio > 5
     sys.exit(0 if same and gap < 1e-5 else 1)
 
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from thinwire.errors import ConfigError
+from thinwire.local_job import STORE_VARIABLE, is_in_local_job
 from thinwire.local_sgd.groups.torchft_group import LAUNCHER
 
-STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: their rendezvous file
 LOOK_EVERY_SECONDS = 0.05
 END_WITHIN_SECONDS = 10.0
 LAST_WORDS_SECONDS = 5.0  # wait for the output of an ended process: its children may still have it open
@@ -264,27 +264,6 @@ def loopback_interface() -> str:
         return loopback.pop()
     has = ", ".join(names) or "none"
     raise ConfigError(f"this machine has no loopback interface, lo or lo0, to join processes: it has {has}")
-
-
-def is_in_local_job() -> bool:
-    """Return whether this process was started by a `LocalJob`."""
-    return STORE_VARIABLE in os.environ
-
-
-def say_once(line: str) -> None:
-    """Print a line on stderr, unless another process of this `LocalJob` has printed it."""
-    if not is_in_local_job():
-        print(line, file=sys.stderr)
-        return
-    from fcntl import LOCK_EX, flock  # noqa: PLC0415 - POSIX only
-
-    with Path(os.environ[STORE_VARIABLE]).with_name("said").open("a+") as said:
-        # Locked until it is printed: the first process that ends makes the job end the others.
-        flock(said, LOCK_EX)
-        said.seek(0)
-        if f"{line}\n" not in said:
-            print(line, file=sys.stderr, flush=True)
-            print(line, file=said, flush=True)
 
 
 def join_group(backend: str, *, timeout_seconds: float) -> None:

@@ -17,6 +17,7 @@ from advice.ways import network
 from processes import Typed
 from thinwire import advise
 from thinwire.advice import Advice
+from thinwire.advice.losses import BASELINE
 from thinwire.advice.planned_steps import advise_by_size, gradient_shapes, in_buckets
 from thinwire.advice.priced import TABLE, Priced
 from thinwire.launch import group_of_one
@@ -40,6 +41,7 @@ def by_name(advice: Advice) -> dict[str, Any]:
 def test_bytes_are_those_of_the_algorithms_plans(row: Priced, members: int) -> None:
     assert eval(row.name, {name: getattr(thinwire, name) for name in thinwire.__all__}) == row.algorithm
     assert str(row.algorithm) == row.measured_as
+    assert row.keeps_16_bits == (row.name in ("AllReduce()", BASELINE))
     for parameters in (1, 70, 5_000_000, 123_456_789):
         shapes = gradient_shapes(parameters)
         assert sum(map(math.prod, shapes)) == parameters

@@ -156,10 +156,10 @@ def test_results_do_not_depend_on_which_parameters_share_a_bucket(entry: Entry) 
     """DDP's first step has other buckets than those that follow: so has that of a run that resumes."""
     layout = buckets()
     together = [tuple(parameter for bucket in layout for parameter in bucket)]
-    joined = Simulation(entry.algorithm, together, num_workers=2)
-    divided = simulation(entry, 2)
+    joined = Simulation(entry.algorithm, together, num_workers=3)
+    divided = simulation(entry, 3)
     for step in first_steps(entry):
-        gradients = random_gradients(layout, num_workers=2, seed=step)
+        gradients = random_gradients(layout, num_workers=3, seed=step)
         in_one = [[torch.cat(of_worker)] for of_worker in gradients]
         assert divided.step(gradients)
         assert joined.step(in_one)

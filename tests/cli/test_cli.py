@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from processes import Typed
-from thinwire import Cast, checks, launch
+from thinwire import Cast, checks, local_job
 from thinwire.cli import build_app
 from thinwire.errors import ConfigError
 from thinwire.version import __version__
@@ -74,7 +74,7 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path, typed
 def test_an_error_of_all_processes_of_a_local_job_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
-    monkeypatch.setenv(launch.STORE_VARIABLE, str(tmp_path / "store"))
+    monkeypatch.setenv(local_job.STORE_VARIABLE, str(tmp_path / "store"))
     # Three processes: two say the same.
     printed = [typed("report", name).stderr for name in ("one", "one", "two")]
     error = "thinwire: {} can't be read: No such file or directory\n"

@@ -66,6 +66,8 @@ def test_advise_answers_without_torch() -> None:
     asked = "--parameters=350M", "--compute=0.8s", "--rate=1gbit"
     done = run_python("-u", "-c", WITHOUT.format("'torch'", "thinwire"), "advise", *asked)
     assert done.stdout.startswith("Do this: ")
+    done = run_python("-u", "-c", WITHOUT.format("'torch'", "thinwire"), "advise", *asked, "--steps=0")
+    assert done.stderr.startswith("thinwire: total_steps must be")
 
 
 def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:

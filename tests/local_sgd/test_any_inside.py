@@ -82,7 +82,7 @@ def mesh_of(dims: tuple[str, ...]) -> DeviceMesh:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, replica: int, part: slice) -> None:

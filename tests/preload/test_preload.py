@@ -134,10 +134,10 @@ def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
 
 
-@pytest.mark.parametrize(("hook", "why"), [("hook", "already has"), ("late hook", "has now registered")])
+@pytest.mark.parametrize(("hook", "why"), [("hook", "already has"), ("late hook", "from now on")])
 def test_a_model_with_a_hook_stays_as_it_is(hook: str, why: str) -> None:
     attached = run(hook, options=Options(ALGORITHM))
-    assert f"stays as it is: it {why} the communication hook fp16_compress_hook" in attached
+    assert re.search(rf"{why}.* communication hook fp16_compress_hook", attached)
     assert weights(attached) == weights(run(hook))
 
 
@@ -228,7 +228,7 @@ def started_otherwise() -> list[str]:
     votes, rank = built_model._Votes(DistributedDataParallel(nn.Linear(4, 4))), dist.get_rank()
     reasons = [votes.cast("1", ALGORITHM, 30), votes.cast("2", f"Quantize(bits={2**rank})", 30)]
     if rank == 0:
-        reasons.append(votes.cast("3", ALGORITHM, 1))
+        reasons.append(votes.cast("built", ALGORITHM, 1))
     dist.barrier()
     return reasons
 

@@ -279,7 +279,7 @@ def check_options(model: DistributedDataParallel) -> None:
         )
     if torch_private.delays_all_reduce(model):
         raise AttachError(
-            "with delay_all_reduce_named_params=… DDP averages parameters itself and does not wait for them, "
+            "with delay_all_reduce_named_params=… DDP itself averages those gradients and does not wait, "
             "so models would drift apart; build the DDP model without it"
         )
 

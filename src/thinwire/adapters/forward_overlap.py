@@ -160,8 +160,8 @@ def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch
         kind = type(optimizer)
         if not f"{kind.__module__}.".startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
             raise AttachError(
-                f"{kind.__name__} may step parameters together, but overlap_forward steps them one by one; "
-                "use an optimizer of torch.optim other than LBFGS, or use thinwire.attach"
+                f"got {kind.__name__} for an optimizer, but overlap_forward steps parameters one by one; use "
+                "optimizers of torch.optim other than LBFGS, several in a list, or use thinwire.attach"
             )
         if why := why_whole(optimizer):
             raise AttachError(why)

@@ -24,3 +24,8 @@ else:
 
 
 __all__ = ["Advice", "Auto", "ExpectedLoss", "LossGap", "Prediction", "advise", "auto"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those not yet imported too."""
+    return __all__

@@ -1,6 +1,6 @@
 """The algorithms that are priced: what each sends, its arithmetic, and what is known of its loss.
 
-Without torch, as all that `thinwire advise` imports. The bytes are those of the algorithms' own plans, for
+Nothing that `thinwire advise` imports needs torch. The bytes are those of the algorithms' own plans, for
 gradients in fp32: a test compares them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, cast
 
 from thinwire.wire import Collective
 
@@ -57,7 +57,7 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class InFactors:
-    """`PowerSGD`: P and Q of matrices that become half as large, in fp32 as the rest; alternating, one."""
+    """`PowerSGD`: P and Q of each matrix that they halve or more, if alternating one of both; else all."""
 
     collectives: ClassVar[tuple[Collective, ...]] = ("all_reduce", "all_reduce")
     matrix_rank: int
@@ -65,7 +65,7 @@ class InFactors:
 
     @property
     def factor_pairs(self) -> float:
-        """How many of P and Q are sent in a step."""
+        """Pairs of P and Q that are sent in a step."""
         return 0.5 if self.alternating else 1.0
 
     def sent(self, bucket: Sequence[Shape], members: int) -> Volume:
@@ -125,6 +125,7 @@ class Priced:
         keeps_16_bits: Whether its means are as good as 16 bits.
         loses_more_than: If this one was not measured: an algorithm (as `str`) that certainly loses less.
         loses_less_than: And one that certainly loses more.
+        prints_as: `str` of the algorithm, if it is not the name.
     """
 
     name: str
@@ -133,19 +134,18 @@ class Priced:
     keeps_16_bits: bool = False
     loses_more_than: str = ""
     loses_less_than: str = ""
+    prints_as: str = ""
 
     @property
     def algorithm(self) -> Algorithm:
         from thinwire.algorithms.registry import parsed  # noqa: PLC0415 - it imports torch
 
-        algorithm = parsed(self.name)
-        assert not isinstance(algorithm, dict)
-        return algorithm
+        return cast("Algorithm", parsed(self.name))
 
     @property
     def measured_as(self) -> str:
         """The name of its losses in the table, `str` of the algorithm."""
-        return "Cast(dtype='bf16')" if self.name == 'Cast("bf16")' else self.name
+        return self.prints_as or self.name
 
 
 # Arithmetic: the larger of the extra time of whole steps with 163 M parameters, and the device's own time for
@@ -154,7 +154,9 @@ class Priced:
 ARITHMETIC_SOURCE = "one H100 (docs/results.md)"
 TABLE = (
     Priced("AllReduce()", WholeElements(4), 0.0, keeps_16_bits=True),
-    Priced('Cast("bf16")', WholeElements(2), 1.21e-3 / 163e6, keeps_16_bits=True),
+    Priced(
+        'Cast("bf16")', WholeElements(2), 1.21e-3 / 163e6, keeps_16_bits=True, prints_as="Cast(dtype='bf16')"
+    ),
     Priced(
         "Quantize(bits=8)",
         InBlocks(8),

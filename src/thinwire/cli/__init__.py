@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.local_job import say_once
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
@@ -110,8 +111,5 @@ def _write_what_is_left() -> None:
 
 
 def _fail(message: str, *, code: int) -> NoReturn:
-    # Imported here: it needs torch, whose import takes seconds.
-    from thinwire.launch import say_once  # noqa: PLC0415
-
     say_once(f"thinwire: {message}")
     sys.exit(code)

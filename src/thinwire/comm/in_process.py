@@ -26,7 +26,8 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     One member runs at a time, in rank order, until it ends or waits for something that others have not sent
     yet. So runs are deterministic. If members wait for each other forever, or for one that has ended, they
     get a `CommunicationError`; at Ctrl-C all get `KeyboardInterrupt`, at their current or next wait. The
-    first error of a member is raised after all have ended.
+    first error of a member is raised after all have ended. Members run on threads that are used again: what a
+    body sets for its thread, such as torch's default device, stays set.
 
     Examples:
         >>> members = InProcessTransport.group(2)
@@ -159,7 +160,8 @@ class _Thread:
 
 
 _idle: list[_Thread] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads
+if hasattr(os, "register_at_fork"):  # POSIX
+    os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads
 
 
 @dataclass

@@ -29,7 +29,7 @@ from thinwire.adapters.ddp_model import hook_of
 from thinwire.adapters.setup import live_objects, log_start, trains
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
-from thinwire.errors import AttachError, StateError, ThinwireError
+from thinwire.errors import AttachError, ThinwireError
 from thinwire.preload.options import VARIABLE, Options, averaging_of
 from thinwire.preload.strict import note_attached
 from thinwire.sync import GradientSync, engine_of
@@ -76,15 +76,22 @@ def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
 
 def _register_comm_hook(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
     """Register the script's own hook; in an attached model it takes the place of Thinwire's."""
-    switches = [held for _, held in comm_hooks(model) if isinstance(held, Switch)]
-    for run in [run for run in _runs if any(engine_of(run.sync) is switch.engine for switch in switches)]:
-        name = getattr(hook, "__qualname__", hook)
-        _leave_alone(run.options, f"it has now registered the communication hook {name}")
-        run.end()
-        run.sync.detach()
-        switches[0].hand_over(state, hook)
+    try:
+        _register_on_ddp(model, state, hook)
         return
-    _register_on_ddp(model, state, hook)
+    except RuntimeError:  # DDP lists a hook before it finds that it can't have another
+        switches = [held for _, held in comm_hooks(model) if isinstance(held, Switch)]
+        owned = [(run, held) for run in _runs for held in switches if engine_of(run.sync) is held.engine]
+        if not owned:
+            raise
+    ((run, switch),) = owned
+    why = f"from now on the script's own communication hook {hook.__qualname__} averages"
+    if run.options.strict and not isinstance(state, Switch):
+        raise AttachError(why)
+    run.votes.say(why)
+    run.end()
+    run.sync.detach()
+    switch.hand_over(state, hook)
 
 
 DistributedDataParallel.__getstate__ = _state_without_ours  # type: ignore[method-assign]
@@ -100,12 +107,11 @@ def note_built(model: DistributedDataParallel) -> None:
         options = Options.of()
     except ThinwireError as error:  # the environment was set by hand
         votes.cast("built", str(error), STORE_SECONDS)
-        if dist.get_rank() == 0:
-            _say(f"the model stays as it is: {error}")
+        votes.say(f"the model stays as it is: {error}")
         return
     reason = votes.cast("built", f"{__version__} {os.environ[VARIABLE]}", STORE_SECONDS)
     if reason:
-        _leave_alone(options, reason)
+        _leave_alone(options, reason, votes)
         return
     # Attach later: the code that builds the model may still register its own hook.
     model.register_forward_pre_hook(_BeforeFirstPass(options, votes))
@@ -122,6 +128,7 @@ class _Votes:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(model.process_group))
+        self.is_first = dist.get_rank() == self.ranks[0]
         _num_built[self.ranks] += 1
         self.number = _num_built[self.ranks]
 
@@ -134,6 +141,8 @@ class _Votes:
             store.wait(list(keys.values()), timedelta(seconds=seconds))
         except (RuntimeError, dist.DistStoreError):
             missing = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
+            if question != "built":
+                return f"processes {missing} have not answered for {seconds:.0f} s"
             return (
                 f"processes {missing} were not started with thinwire attach; start all of them with the "
                 "same command"
@@ -141,6 +150,11 @@ class _Votes:
         answers = {rank: store.get(key).decode() for rank, key in keys.items()}
         others = [f"process {rank}: {other}" for rank, other in answers.items() if other != answer]
         return f"processes differ: process {here}: {answer}; {others[0]}" if others else ""
+
+    def say(self, line: str) -> None:
+        """Log a line once for the model."""
+        if self.is_first:
+            _say(line)
 
 
 class _BeforeFirstPass:
@@ -166,7 +180,7 @@ class _BeforeFirstPass:
         if differs and sync is not None:
             sync.detach()  # some processes could not attach
         if (differs or problem) and problem != BY_ITSELF:
-            _leave_alone(self._options, differs or problem)
+            _leave_alone(self._options, differs or problem, self._votes)
             return
         note_attached()
         if sync is None:
@@ -178,8 +192,7 @@ class _BeforeFirstPass:
             sync.detach()
             if self._options.strict:
                 raise AttachError(why)
-            if dist.get_rank() == 0:
-                _say(f"no process loads its saved state: {why}")
+            self._votes.say(f"no process loads its saved state: {why}")
             run = _Run(_attach(model, self._options), self._options, self._votes)
         run.begin()
 
@@ -237,11 +250,10 @@ class _Run:
     The model's engine holds it as an observer of its steps, so it ends with the model.
     """
 
-    _has_begun = False
+    has_begun = False
 
     def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
-        self.sync, self.options, self._votes = sync, options, votes
-        self._is_first = dist.get_rank() == votes.ranks[0]
+        self.sync, self.options, self.votes = sync, options, votes
         self._folder = None if options.checkpoint is None else Path(self._numbered(options.checkpoint))
         self._watch, self._is_told_to_end = ExitStack(), False
 
@@ -253,20 +265,20 @@ class _Run:
         if any(self._folder.glob(LOCAL_NAME.format("*"))):
             try:
                 load_local(self.sync, self._folder)
-            except StateError as failed:
+            except (ThinwireError, OSError) as failed:
                 error = str(failed)
-        return self._votes.cast("state", error or f"step {self.sync.steps}", PASS_SECONDS) or error
+        return self.votes.cast("state", error or f"step {self.sync.steps}", PASS_SECONDS) or error
 
     def begin(self) -> None:
-        self._stats, self._has_begun = self.sync.stats(), True
+        self._stats, self.has_begun = self.sync.stats(), True
         engine_of(self.sync).reporter.observers.append(self._after_step)
         _runs.add(self)
         _of_thread.runs.add(self)
         # Processes that multiprocessing forks end without running atexit's functions.
         Finalize(None, _end_runs, exitpriority=0)
         if self._folder is None:
-            if self._is_first and self.sync.algorithm.remembers:
-                _say(
+            if self.sync.algorithm.remembers:
+                self.votes.say(
                     f"{self.sync.algorithm} remembers what it has not sent yet, but your checkpoints do not "
                     "contain it; --checkpoint DIR saves it"
                 )
@@ -276,7 +288,7 @@ class _Run:
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         ):
             signal.signal(signal.SIGTERM, _tell_runs_to_end)
-        if self.options.watch is not None and self._is_first:
+        if self.options.watch is not None and self.votes.is_first:
             from thinwire.watch import Watch  # noqa: PLC0415
 
             try:
@@ -291,8 +303,7 @@ class _Run:
         # Not in the signal handler, which may run in the middle of a step.
         if self._is_told_to_end:
             _end_runs()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            _end_by_sigterm()
 
     def __del__(self) -> None:
         # The model is freed when the training function returns, long before the process ends.
@@ -300,9 +311,9 @@ class _Run:
 
     def end(self) -> None:
         """Save the state, and log what was sent, once."""
-        if not self._has_begun:
+        if not self.has_begun:
             return
-        self._has_begun = False
+        self.has_begun = False
         self._watch.close()
         if self._folder is not None:
             try:
@@ -315,7 +326,7 @@ class _Run:
             before, now = self._stats, self.sync.stats()
             sent = (now.message_bytes - before.message_bytes) / 1e6
             in_bf16 = (now.gradient_bytes - before.gradient_bytes) / 2e6
-            if self._is_first:
+            if self.votes.is_first:
                 _say(
                     f"{now.steps - before.steps} steps sent {sent:.3g} MB, where bf16 would have sent "
                     f"{in_bf16:.3g}; waited {now.waiting_seconds:.1f} s for messages"
@@ -323,12 +334,19 @@ class _Run:
 
     def _numbered(self, path: str) -> str:
         """Return this model's own path: a job may train several models, such as a GAN."""
-        return path if self._votes.number == 1 else f"{path}.{self._votes.number}"
+        return path if self.votes.number == 1 else f"{path}.{self.votes.number}"
 
 
 def _tell_runs_to_end(*_: object) -> None:
     for run in list(_runs):
         run.tell_to_end()
+    if not any(run.has_begun for run in _runs):  # no step follows
+        _end_by_sigterm()
+
+
+def _end_by_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @atexit.register
@@ -341,12 +359,11 @@ def _end_runs() -> None:
     _waiting.clear()
 
 
-def _leave_alone(options: Options, reason: str) -> None:
+def _leave_alone(options: Options, reason: str, votes: _Votes) -> None:
     """Log that a model stays as it is; with --strict, raise."""
     if options.strict:
         raise AttachError(reason)
-    if dist.get_rank() == 0:
-        _say(f"the model stays as it is: {reason}")
+    votes.say(f"the model stays as it is: {reason}")
 
 
 def _log_to_stderr() -> None:

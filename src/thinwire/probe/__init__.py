@@ -21,3 +21,8 @@ else:
 
 
 __all__ = ["PairTiming", "Probe", "Timing", "probe"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those not yet imported too."""
+    return __all__
