@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import logging
 import os
 import shlex
 import shutil
@@ -88,9 +87,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     processes.modules += sorted(
         {each.module.__name__ for each in functions if each.path.parent.name != "gpu"}
     )
-    # Pytest adds its handlers three times a test to each logger that does not propagate: torch has dozens.
-    for name in list(logging.root.manager.loggerDict):
-        logging.getLogger(name).propagate = True
     gc.freeze()  # all that is imported: collections need not look at it again and again
     gc.enable()
     gc.set_threshold(20_000)  # tests make few cycles, and their rows and lists are soon gone

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np  # noqa: F401
 import pytest  # noqa: F401
 import torch
@@ -23,11 +21,6 @@ from thinwire.simulation import Simulation
 
 # Of all forked processes: compiled arithmetic serves one thread.
 torch.set_num_threads(1)
-# They note each seed, with its stack, for devices that are not here.
-devices: list[Any] = [torch.cuda, torch.xpu, torch.mtia]
-for device in devices:
-    if not device.is_available():
-        device.manual_seed_all = lambda seed: None
 # With each sign of life torchrun looks in all modules for the name of a function: in those that are imported
 # here, that took seconds each time.
 dynamic_rendezvous.get_method_name = lambda depth=2: "unknown"
