@@ -63,7 +63,7 @@ docs: .venv/.installed
 compiled: build/.compiled
 build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
 	@echo "compiling the kernels of CPUs, once:"
-	nice -n 19 $(BIN)/python tests/preloaded.py
+	$(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 
 # In separate processes: Triton's interpreter stays off once a test has imported Triton without it. With the Triton
