@@ -13,14 +13,15 @@ and in commands.py:
     typed("report", …)               fixture: `thinwire report …` in the test's own process
 
 Nothing here starts Python: one server has imported torch, the frameworks and the compiled kernels, and forks
-every process in milliseconds. Each ends when the process that asked for it ends, however that happens.
+every process in milliseconds. Each ends when the process that asked for it ends, however that happens; one of
+a pool, which is stopped between tests, at the latest with the server.
 
 When a test fails:
 
 - What processes print is shown with the test that has started them.
 - The first failure in a process of `spawn` shows its rank and traceback; if one hangs, all show their stacks.
 - A script that hangs is ended; its `stderr` has the stacks of all its threads, and of what a launcher has
-  started. `kill -USR1 PID` prints them at any time, of every process that this file starts.
+  started. `kill -USR1 PID` prints them at any time, of every process that this file starts and runs.
 - A test whose timeout strikes ends with its name and stacks, those of its pool included.
 - Run it alone with `-n 0 -s`: what its processes print is then on the terminal. `breakpoint()` works in the
   test, not in its processes: there, write `faulthandler.dump_traceback_later(20)`.
@@ -63,8 +64,6 @@ Process: TypeAlias = Any
 
 Typed: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 """Of the fixture `typed`."""
-
-PR_SET_PDEATHSIG = 1  # of Linux
 
 # The server imports these; conftest.py adds what this run needs.
 modules = ["end_if_alone", "preloaded"]
@@ -132,7 +131,8 @@ def _begin(
         enter(path)
     os.environ.clear()
     os.environ.update(environment)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if it is stopped when the server ends
+    # As launch.END_WITH_PARENT, if it is stopped when the server ends.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, file=2)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -134,11 +134,18 @@ def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
 
 
-@pytest.mark.parametrize(("hook", "why"), [("hook", "already has"), ("late hook", "from now on")])
-def test_a_model_with_a_hook_stays_as_it_is(hook: str, why: str) -> None:
-    attached = run(hook, options=Options(ALGORITHM))
-    assert re.search(rf"{why}.* communication hook fp16_compress_hook", attached)
-    assert weights(attached) == weights(run(hook))
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("hook", "it already has the communication hook fp16_compress_hook"),
+        ("late hook", "from now on the script's own communication hook fp16_compress_hook averages"),
+        ("late attach", "from now on the script's own communication hook thinwire_hook averages"),
+    ],
+)
+def test_a_hook_of_the_scripts_own_averages(arguments: str, why: str) -> None:
+    attached = run(*arguments.split(), options=Options(ALGORITHM))
+    assert why in attached
+    assert weights(attached) == weights(run(*arguments.split()))
 
 
 def test_strict_ends_the_training_instead() -> None:

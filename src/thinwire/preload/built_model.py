@@ -85,10 +85,12 @@ def _register_comm_hook(model: DistributedDataParallel, state: object, hook: Cal
         if not owned:
             raise
     ((run, switch),) = owned
-    why = f"from now on the script's own communication hook {hook.__qualname__} averages"
     if run.options.strict and not isinstance(state, Switch):
-        raise AttachError(why)
-    run.votes.say(why)
+        raise AttachError(
+            f"the script registers its communication hook {hook.__qualname__} after its first forward pass, "
+            "when the model is attached; register it before, or leave out --strict"
+        )
+    run.votes.say(f"from now on the script's own communication hook {hook.__qualname__} averages")
     run.end()
     run.sync.detach()
     switch.hand_over(state, hook)

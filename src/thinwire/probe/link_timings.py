@@ -145,9 +145,11 @@ class Probe:
         return large.median_seconds + beyond / self.known_rate()
 
     def to_json(self) -> str:
+        """Return it as text, which `from_json` parses."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that `load` and `thinwire advise --probe` read; OSError if it can't be written."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
