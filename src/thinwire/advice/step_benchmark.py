@@ -44,19 +44,18 @@ class DDPSubject:
         group = own_subgroup(1, None)
         entered.callback(dist.destroy_process_group, group)
         self._transport = transport
-        self._ddp = DistributedDataParallel(module, process_group=group)
-        self.model: nn.Module = self._ddp
+        self.model = DistributedDataParallel(module, process_group=group)
         self._adapter: DDPAdapter | None = None
-        switched(self._ddp, lambda: self._adapter, "advise")
+        switched(self.model, lambda: self._adapter, "advise")
 
     @contextmanager
     def averaging_with(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
         """Average steps with an algorithm, or not at all; its state is freed at the end."""
         if algorithm is None:
-            with self._ddp.no_sync():  # DDP calls no hooks inside
+            with self.model.no_sync():  # DDP calls no hooks inside
                 yield None
             return
-        self._adapter = adapter_of(self._ddp, algorithm, self._transport)
+        self._adapter = adapter_of(self.model, algorithm, self._transport)
         try:
             yield self._adapter.engine
         finally:
