@@ -21,9 +21,10 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from typing_extensions import Unpack
 
 from thinwire.adapters.attach import attach as attach_model
 from thinwire.adapters.setup import ALONE, live_objects
@@ -63,9 +64,6 @@ except ImportError as error:
         "thinwire.integrations.transformers needs transformers 4.51 or later and accelerate: "
         "pip install '.[transformers]' in a clone of Thinwire"
     ) from error
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 

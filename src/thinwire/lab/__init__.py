@@ -18,8 +18,6 @@ from thinwire.errors import CommunicationError, ConfigError
 from thinwire.lab import link_check
 from thinwire.lab.relay import Delays
 
-__all__ = ["SECONDS", "LinkSpec", "Network", "check_machine", "number_with_unit"]
-
 # Addresses end in 1 to 254.
 MAX_MACHINES = 200
 BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
