@@ -172,12 +172,12 @@ class _BeforeFirstPass:
             return
         remove_forward_pre_hooks(model, _BeforeFirstPass)
         _waiting.discard(self._votes)
-        sync, problem = None, ""
-        try:
-            _check_free(model)
-            sync = _attach(model, self._options)
-        except ThinwireError as error:
-            problem = str(error)
+        sync, problem = None, _why_not(model)
+        if not problem:
+            try:
+                sync = _attach(model, self._options)
+            except ThinwireError as error:
+                problem = str(error)
         differs = self._votes.cast("first pass", problem, PASS_SECONDS)
         if differs and sync is not None:
             sync.detach()  # some processes could not attach
@@ -199,18 +199,19 @@ class _BeforeFirstPass:
         run.begin()
 
 
-def _check_free(model: DistributedDataParallel) -> None:
+def _why_not(model: DistributedDataParallel) -> str:
+    """Return why a model can't be attached; "" if it can be tried."""
     name, is_ours = hook_of(model)
     if is_ours:
-        raise AttachError(BY_ITSELF)
+        return BY_ITSELF
     if name:
-        raise AttachError(
+        return (
             f"it already has the communication hook {name}; remove that hook from your settings to use "
             "Thinwire's"
         )
     if dist.get_world_size(model.process_group) == 1:
-        alone = "this process is alone in its group"
-        raise AttachError(f"{alone}; start all processes as one job, with torchrun for example")
+        return "this process is alone in its group; start all processes as one job, with torchrun for example"
+    return ""
 
 
 def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
