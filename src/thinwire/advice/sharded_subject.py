@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.adapters.sharded.fsdp import FSDPAdapter, refuse_attached, specs_of
 from thinwire.adapters.sharded.view import ShardedModel, local_of, pieces_of, replicas_of, reshard
 from thinwire.algorithms import Algorithm
-from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
+from thinwire.comm import ProcessGroupTransport, Transport, gather_bytes
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe, probe
 from thinwire.sync import Engine, Settings
@@ -55,8 +55,6 @@ def shards_of(model: nn.Module) -> Transport:
         raise ConfigError(
             "advise got a model with replicate, which is whole on each process; pass the plain module"
         )
-    if mesh.size() == 1:
-        return InProcessTransport.group(1)[0]
     return ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
 
 

@@ -237,7 +237,9 @@ class ThinwireCallback(TrainerCallback):
             self.enter(self._found(state))
         trainer = cast(Trainer, self._trainer)
         model, optimizer, scaler = trainer.model_wrapped, trainer.optimizer, trainer.accelerator.scaler
-        options = self._replicas(trainer)
+        options: dict[str, Any] = {}
+        if trainer.is_fsdp_enabled and "replicas" not in getattr(self.algorithm, "keywords", {}):
+            options["replicas"] = trainer.accelerator.torch_device_mesh["dp_replicate"]
         # If the Trainer has resumed, the step is already the checkpoint's.
         folder = self._resumed_folder(args, state) if state.global_step > 0 else None
         if self._averages_models:
@@ -304,12 +306,6 @@ class ThinwireCallback(TrainerCallback):
         # The Trainer has already copied the log into its history before it calls callbacks.
         logs.update(metrics)
         state.log_history[-1].update(metrics)
-
-    def _replicas(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the argument for an FSDP2 model's replicas; empty if a partial has it."""
-        if "replicas" in getattr(self.algorithm, "keywords", {}) or not trainer.is_fsdp_enabled:
-            return {}
-        return {"replicas": trainer.accelerator.torch_device_mesh["dp_replicate"]}
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Return the checkpoint's folder; None if it was saved without Thinwire."""
