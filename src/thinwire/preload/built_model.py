@@ -195,7 +195,7 @@ class _BeforeFirstPass:
             if self._options.strict:
                 raise AttachError(why)
             self._votes.say(f"no process loads its saved state: {why}")
-            run = _Run(_attach(model, self._options), self._options, self._votes)
+            run.sync = _attach(model, self._options)
         run.begin()
 
 
