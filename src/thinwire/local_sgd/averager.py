@@ -20,8 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
+from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, check_owned, silent_steps, with_wrapped
-from thinwire.local_sgd.membership import Membership
+from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import warn_of_momentum
 from thinwire.local_sgd.saved_state import LoadedState
@@ -44,11 +45,15 @@ class Averager(AbstractContextManager[Any]):
         observers: Called after every step, with True.
     """
 
-    def __init__(self, contributor: ModelChanges | ElasticContributor, membership: Membership) -> None:
+    def __init__(
+        self,
+        contributor: ModelChanges | ElasticContributor,
+        membership: StaticMembership | ElasticMembership,
+    ) -> None:
         super().__init__()
         self._contributor, self._membership = contributor, membership
         self._model, self._optimizers = contributor.model, contributor.optimizers
-        self._engine = contributor.engines.main
+        self._engine = contributor.engine
         self.sync: GradientSync = self._model.replica.sync_of(self._engine)
         self.observers: list[Callable[[bool], None]] = []
         self._attached = ExitStack()
@@ -177,7 +182,12 @@ class ModelAverager(Averager):
 
     _contributor: ModelChanges
 
-    def __init__(self, changes: ModelChanges, membership: Membership, grad_scaler: GradScaler | None) -> None:
+    def __init__(
+        self,
+        changes: ModelChanges,
+        membership: StaticMembership | ElasticMembership,
+        grad_scaler: GradScaler | None,
+    ) -> None:
         super().__init__(changes, membership)
         self._schedule, self._grad_scaler = changes.schedule, grad_scaler
         self._copies = CopiesOfWeights()
@@ -247,9 +257,6 @@ class ModelAverager(Averager):
         if membership.is_open and contributor.age >= schedule.streaming.delay_steps:
             with self._collective("a step"):
                 membership.finish()
-        elif membership.is_behind:
-            with self._collective("a step"):
-                membership.advance()
         if not membership.is_open and contributor.is_due():
             with self._collective("a step"):
                 membership.start()

@@ -7,11 +7,11 @@ from time import monotonic
 
 import torch
 
+from thinwire.algorithms import Algorithm
 from thinwire.comm import Description
 from thinwire.errors import StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
-from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.model_changes import Changes, ModelChanges
@@ -28,11 +28,11 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         self,
         model: AveragedModel,
         schedule: Schedule,
-        engines: Engines,
         optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
         group: Group,
     ) -> None:
-        super().__init__(model, schedule, engines, optimizers)
+        super().__init__(model, schedule, optimizers, algorithm, group.transport)
         self.turns = self.averaged_steps = 0
         self.group = group
         # Members that make as many steps as they can average at different step counts.
@@ -50,7 +50,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         return self.schedule.is_due(self.steps, self.turns, self.steps - self.averaged_steps, seconds)
 
     def engine_after(self, step: int) -> Engine:
-        return self.engines.warmup if step < self.schedule.warmup.steps else self.engines.main
+        return self.warmup_engine if step < self.schedule.warmup.steps else self.engine
 
     def contribution(self) -> Contribution:
         fragments = self.fragments_of(self.steps, self.turns)
@@ -83,7 +83,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         model = self.model
         if model.outer is not None and isinstance(model.make_outer, Nesterov):
             for group in model.outer.param_groups:
-                group["lr"] = nesterov_lr(model.make_outer, num_members, self.engines.main.algorithm)
+                group["lr"] = nesterov_lr(model.make_outer, num_members, self.engine.algorithm)
         self.apply(pending.changes, step)
         self._known = {}
         self.steps = step + self.age

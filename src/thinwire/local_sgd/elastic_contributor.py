@@ -14,7 +14,6 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import Description
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import load_optimizers, state_of_shards
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -35,7 +34,7 @@ class ElasticContributor(ABC):
     """Contributes a member's tensors to averagings, applies their means, and saves and loads its state."""
 
     model: AveragedModel
-    engines: Engines
+    engine: Engine  # of averagings after the warm-up
     optimizers: Sequence[torch.optim.Optimizer]
     group: Group
     steps: int  # so far, of the members that have been here longest
@@ -50,13 +49,13 @@ class ElasticContributor(ABC):
         return self.optimizers if self.group.send_optimizer else ()
 
     @property
-    def engine(self) -> Engine:
+    def next_engine(self) -> Engine:
         """The engine of the next averaging."""
         return self.engine_after(self.averaged_steps)
 
     def engine_after(self, step: int) -> Engine:
         """Return the engine of the averaging that follows this step."""
-        return self.engines.main
+        return self.engine
 
     @abstractmethod
     def contribution(self) -> Contribution:
@@ -91,7 +90,7 @@ class ElasticContributor(ABC):
         """Return the settings and shapes that must be the same on all members, by subject."""
         sent = ", ".join(type(optimizer).__name__ for optimizer in self.sent_optimizers)
         return {
-            **self.engines.main.buckets.described("an averaging", self.model.device),
+            **self.engine.buckets.described("an averaging", self.model.device),
             "torch": torch.__version__.partition("+")[0],
             "optimizer": sent or "not sent",
         }
@@ -112,14 +111,14 @@ class ElasticContributor(ABC):
             step=self.averaged_steps,
             sent_after=(self.averaged_steps,),
             last_average=self.shared_tensors(),
-            sync=self.engine.state.common_state(self.engine.algorithm) if sync is None else sync,
+            sync=self.next_engine.state.common_state(self.next_engine.algorithm) if sync is None else sync,
             outer=None if self.model.outer is None else self.model.outer.state_dict(),
             members={
                 "lineage": lineage,
                 "commits": commits,
                 "turns": self.turns,
                 "not_averaged": self._tensors_not_averaged(),
-                "residual_of": tuple(sorted(self.engine.state.memory[ERROR])),
+                "residual_of": tuple(sorted(self.next_engine.state.memory[ERROR])),
                 "optimizers": [state_of_shards(optimizer) for optimizer in self.sent_optimizers],
             },
         )

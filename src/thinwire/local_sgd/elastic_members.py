@@ -25,7 +25,6 @@ from thinwire.local_sgd.averager import Averager, ModelAverager
 from thinwire.local_sgd.elastic_changes import ElasticChanges
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import MachineGroup
 from thinwire.local_sgd.groups.state_transfer import plain
@@ -218,10 +217,7 @@ class LocalSGD(ModelAverager, Member):
         averaged, optimizers, group = prepare_member(
             model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
-        # If each process has a part, a mean is finite only if all parts are.
-        health_group = group.inside if group.has_parts else None
-        engines = engines_of(averaged, schedule, algorithm, group.transport, health_group)
-        changes = ElasticChanges(averaged, schedule, engines, optimizers, group)
+        changes = ElasticChanges(averaged, schedule, optimizers, algorithm, group)
         super().__init__(changes, ElasticMembership(group, changes, type(self).__name__), grad_scaler)
 
     def __str__(self) -> str:
@@ -349,7 +345,8 @@ def prepare_member(
     if group.inside.size > 1:
         group = MachineGroup(group, has_parts=ddp is None)
         if ddp is None:
-            replica = replica_of(module, group.transport, has_subgroup=False)
+            parts = replica_of(module, group.transport, has_subgroup=False)
+            replica = replace(parts, inside=group.inside)  # if a message inside fails, the member ends
     averaged = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
     tensors = averaged.tensors()
     optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)

@@ -33,7 +33,6 @@ from thinwire.local_sgd.groups.machine_group import (
 from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
 from thinwire.local_sgd.inner_optimizers import digest, inner_settings
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
-from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.membership_stats import MembershipStats
 from thinwire.local_sgd.pending_average import PendingAverage
 
@@ -52,7 +51,7 @@ class _Averaging(NamedTuple):
             self.pending.abandon()
 
 
-class ElasticMembership(Membership):
+class ElasticMembership:
     """Averages with all present members, repeatedly if it fails; keeps track of the members.
 
     All members commit an averaging, or none does. Its last message says that every member has received
@@ -62,6 +61,8 @@ class ElasticMembership(Membership):
     Each member's residual counts in the mean over the members of its averaging. When their number changes,
     those who stay multiply their residual by new over old number, so that the mean stays the same.
     """
+
+    has_left = False
 
     def __init__(self, group: Group, contributor: ElasticContributor, kind: str) -> None:
         self.group, self._contributor = group, contributor
@@ -84,9 +85,11 @@ class ElasticMembership(Membership):
 
     @property
     def is_open(self) -> bool:
+        """Whether an averaging was started and not finished."""
         return self._open is not None
 
     def start(self) -> None:
+        """Find the members, gather their statuses, and send the first messages. Collective."""
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to rejoin")
         if self.stats.averagings == 1:
@@ -94,6 +97,7 @@ class ElasticMembership(Membership):
         self._repeated(self._start)
 
     def finish(self) -> None:
+        """Wait for the means, and commit them on all members. Collective."""
         self._repeated(self._finish)
         # Use the flag that the others have read: a member asked to leave later has not handed over anything.
         if self.statuses[self.group.control.rank].is_leaving:
@@ -101,6 +105,9 @@ class ElasticMembership(Membership):
             raise LeftError(
                 "this member has left the group, after it handed its unsent changes to the others"
             )
+
+    def abandon(self) -> None:
+        """Keep an averaging that was started: the next `finish` continues it."""
 
     def average(self) -> None:
         """Average once with all members. Collective."""
@@ -191,7 +198,7 @@ class ElasticMembership(Membership):
         opened, self._open = self._open, None
         try:
             if opened.pending is not None:
-                engine = self._contributor.engines.main
+                engine = self._contributor.engine
                 with engine.clock.inside(engine.traffic):
                     in_all_processes(opened.pending.receive, self.group)
             purpose = "whether all have received everything"
@@ -213,7 +220,7 @@ class ElasticMembership(Membership):
         # Leaving members have handed over their residual, and saving would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = in_all_processes(self._contributor.engine.state_dict, self.group)
+            self._saved = in_all_processes(self._contributor.next_engine.state_dict, self.group)
 
     def _commit(self, averaging: _Averaging) -> None:
         pending, statuses = averaging.pending, averaging.statuses
@@ -235,7 +242,7 @@ class ElasticMembership(Membership):
         """Add the residuals of leaving members, in equal parts, to those of the members that stay."""
         stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
         leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
-        errors, transport = self._contributor.engine.state.memory[ERROR], self.group.transport
+        errors, transport = self._contributor.next_engine.state.memory[ERROR], self.group.transport
         # All members have residuals for the same parameters.
         names = sorted(errors)
         if not stayers or not names:
@@ -320,7 +327,7 @@ class ElasticMembership(Membership):
             lineage=self.lineage if group.received is None else lineage_of(group.received),
             doubt=0 if self._doubt is None else self._doubt.lineage,
             min_members=group.min_members,
-            error_norm=contributor.engine.state.error_norm(),
+            error_norm=contributor.next_engine.state.error_norm(),
             inner_settings=digest(inner_settings(contributor.optimizers)),
             averagings=self.stats.averagings,
         )
@@ -340,15 +347,14 @@ class ElasticMembership(Membership):
             self._load(group.received)
         # Members that resume from a state each have its mean residual; a newcomer has none.
         before = self._residual_members or sum(not is_new for is_new in are_new)
-        engines = self._contributor.engines
-        for engine in {engines.main, engines.warmup}:
+        for engine in {self._contributor.engine, self._contributor.engine_after(0)}:
             engine.regroup(group.control.size / before)
         self._residual_members = group.control.size
 
     def _load(self, received: Mapping[str, Any]) -> None:
         """Start from a state that the others have sent."""
         contributor = self._contributor
-        lost = contributor.engine.state.error_norm()
+        lost = contributor.next_engine.state.error_norm()
         # If a run resumes, the members that continued before this one have its residual.
         if self.lineage and self._residual_members:
             loss = f", and its residual of norm {lost:g} is lost" if lost else ""

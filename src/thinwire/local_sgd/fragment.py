@@ -176,11 +176,6 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def layouts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tuple[ParameterSpec, ...]]]:
-    """Return the buckets of each fragment."""
-    return [Buckets(part).layout for part in fragments_of(averaged, num_fragments)]
-
-
 def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[Averaged]]:
     """Divide a model's layers into fragments of about equal bytes, each with layers from all depths.
 

@@ -17,8 +17,7 @@ from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
 from thinwire.local_sgd.elastic_members import Member, prepare_member
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.engines import Engines
-from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
+from thinwire.local_sgd.fragment import Averaged, Buckets
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded, check_owned
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -80,11 +79,7 @@ class Steps(Member):
         # A joining member takes its first optimizer steps on entry, so it must receive the optimizers.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        tensors = averaged.tensors()
-        settings = Settings(health_group=group.inside if group.has_parts else None)
-        specs, parts = [parameter.spec for parameter in tensors], layouts_of(tensors, 1)
-        engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
-        gradients = Gradients(averaged, engine, optimizers, group)
+        gradients = Gradients(averaged, optimizers, algorithm, group)
         super().__init__(gradients, ElasticMembership(group, gradients, type(self).__name__))
 
     def __str__(self) -> str:
@@ -147,14 +142,17 @@ class Gradients(ElasticContributor):
     def __init__(
         self,
         model: AveragedModel,
-        engine: Engine,
         optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
         group: Group,
     ) -> None:
-        self.model, self.engines = model, Engines(engine, engine, engine)
-        self.optimizers, self.group = optimizers, group
+        self.model, self.optimizers, self.group = model, optimizers, group
         self.steps = self.averaged_steps = self.steps_here = 0
-        self._buckets = Buckets(model.tensors())
+        tensors = model.tensors()
+        self._buckets = Buckets(tensors)
+        specs, parts = [parameter.spec for parameter in tensors], [self._buckets.layout]
+        settings = Settings(health_group=model.replica.shards)
+        self.engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
         self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
         self._known: list[torch.Tensor] = []  # flat gradients, from `contribution` until they have changed
