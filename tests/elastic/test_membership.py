@@ -30,7 +30,7 @@ from thinwire.elastic import (
     Steps,
 )
 from thinwire.errors import AttachError, ConfigError, StateError
-from thinwire.local_sgd.elastic_changes import ElasticChanges
+from thinwire.local_sgd.elastic_contributor import ElasticChanges
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
 from thinwire.sync.state import digest_of
@@ -254,9 +254,9 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     scales: dict[tuple[int, int], float] = {}
     start = ElasticChanges.start
 
-    def noted(changes: Any, scale: float, step: int, **options: Any) -> Any:
+    def noted(changes: Any, known: Any, scale: float, step: int, **options: Any) -> Any:
         scales[changes.turns, changes.engine.transport.rank] = scale
-        return start(changes, scale, step, **options)
+        return start(changes, known, scale, step, **options)
 
     monkeypatch.setattr(ElasticChanges, "start", noted)
     monkeypatch.setattr(InProcessGroup, "commit", uncounted)

@@ -22,14 +22,13 @@ from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import Averager, ModelAverager
-from thinwire.local_sgd.elastic_changes import ElasticChanges
-from thinwire.local_sgd.elastic_contributor import ElasticContributor
+from thinwire.local_sgd.elastic_contributor import ElasticChanges, ElasticContributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import MachineGroup
 from thinwire.local_sgd.groups.state_transfer import plain
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
-from thinwire.local_sgd.membership_stats import MembershipStats
+from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import members_of

@@ -31,10 +31,10 @@ from thinwire.local_sgd.groups.machine_group import (
     reduced_over_local_processes,
 )
 from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
-from thinwire.local_sgd.inner_optimizers import digest, inner_settings
-from thinwire.local_sgd.member_status import MemberStatus, StatusGather
-from thinwire.local_sgd.membership_stats import MembershipStats
-from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.local_sgd.inner_optimizers import inner_settings
+from thinwire.local_sgd.member_status import MembershipStats, MemberStatus, StatusGather
+from thinwire.local_sgd.pending_average import PendingAverage, are_finite
+from thinwire.sync.state import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ class ElasticMembership:
         # The number of members over which this residual is averaged; 0 for members that resume together.
         self._residual_members = 1
         self._agreed_changes = 0
+        # This member's values for the next averaging, from the gathering of statuses until they are sent.
+        self._known: dict[Any, list[torch.Tensor]] = {}
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
         self._is_saving = False
@@ -90,8 +92,6 @@ class ElasticMembership:
 
     def start(self) -> None:
         """Find the members, gather their statuses, and send the first messages. Collective."""
-        if self.has_left:
-            raise LeftError("this member has left the group; start the process again to rejoin")
         if self.stats.averagings == 1:
             plain(self.state())  # check again: optimizers create their state in the first step
         self._repeated(self._start)
@@ -181,6 +181,7 @@ class ElasticMembership:
     def _start(self) -> None:
         group, contributor = self.group, self._contributor
         statuses = self._gather_members()
+        known, self._known = self._known, {}
         lineage = next_lineage(self.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
         pending = None
@@ -188,7 +189,7 @@ class ElasticMembership:
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
             is_last = all(status.is_leaving for status in statuses)
-            pending = in_all_processes(lambda: contributor.start(scale, step, is_last=is_last), group)
+            pending = in_all_processes(lambda: contributor.start(known, scale, step, is_last=is_last), group)
         self._open = _Averaging(pending, lineage, statuses)
 
     def _finish(self) -> None:
@@ -315,11 +316,12 @@ class ElasticMembership:
 
     def _gather_statuses(self) -> tuple[MemberStatus, ...]:
         group, contributor = self.group, self._contributor
-        contribution, is_new = contributor.contribution(), group.received is not None
+        weight, self._known = contributor.contribution()
+        is_new = group.received is not None
         own = MemberStatus(
             step=0 if is_new else contributor.steps,
-            weight=0.0 if is_new else contribution.weight,
-            is_finite=contribution.is_finite,
+            weight=0.0 if is_new else weight,
+            is_finite=are_finite(self._known),
             is_leaving=self.is_leaving,
             is_new=is_new,
             is_saving=self._is_saving,
@@ -328,7 +330,7 @@ class ElasticMembership:
             doubt=0 if self._doubt is None else self._doubt.lineage,
             min_members=group.min_members,
             error_norm=contributor.next_engine.state.error_norm(),
-            inner_settings=digest(inner_settings(contributor.optimizers)),
+            inner_settings=digest_of(inner_settings(contributor.optimizers)),
             averagings=self.stats.averagings,
         )
         own = reduced_over_local_processes(own, group)
@@ -363,7 +365,7 @@ class ElasticMembership:
         contributor.start_from(contributor.check_state(received))
         self.lineage, self.commits = lineage_of(received), received["members"]["commits"]
         self._residual_members = self.group.control.size
-        self.statuses, self.group.received = (), None
+        self.statuses, self.group.received, self._known = (), None, {}
 
     def _start_over(self) -> None:
         """Let the next quorum send this member the others' state, in place of one already received."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -256,11 +254,6 @@ def inner_settings(optimizers: Sequence[torch.optim.Optimizer]) -> InnerSettings
                     numbers = [float(it) for it in values if isinstance(it, int | float | torch.Tensor)]
                     settings[f"{key} of {of_group}"] = numbers
     return settings
-
-
-def digest(settings: InnerSettings) -> int:
-    """Return a CRC-32 of settings, which a float64 holds."""
-    return zlib.crc32(json.dumps(settings).encode())
 
 
 def difference(own: InnerSettings, others: InnerSettings) -> str:

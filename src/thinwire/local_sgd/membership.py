@@ -68,7 +68,7 @@ class StaticMembership:
         replica, group, purpose = self._contributor.model.replica, self._transport, "entering LocalSGD"
         algorithm = repr(self._contributor.engine.algorithm)
         of_shard = {"replica": f"{group.rank} of {group.size}", "algorithm": algorithm, **described}
-        if replica.saves_parts:  # each process has loaded its own part
+        if not replica.pieces:  # each process has loaded its own part
             of_shard.pop(LOADED_STATE, None)
         action = action or (lambda: agree(group, described, purpose))
         alike_on_all_shards(replica.inside, purpose, lambda: of_shard, action)

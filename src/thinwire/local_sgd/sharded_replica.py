@@ -63,7 +63,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
                 f"replicas shares the processes {shared} with this replica, {inner}, which hold different "
                 'parts of it; pass those that hold the same part, such as mesh["replicate"]'
             )
-    replica = Replica(replicas, is_sharded=True, saves_parts=True, show_shards=show_shards)
+    replica = Replica(replicas, is_sharded=True, show_shards=show_shards)
     if len(inner) > 1:
         replica = replace(replica, inside=control_transport(inner))
     return replica

@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.adapters.setup import trains
-from thinwire.algorithms import Algorithm, all_finite
+from thinwire.algorithms import Algorithm
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
+from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.elastic_members import Member, prepare_member
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.fragment import Averaged, Buckets
@@ -155,7 +155,6 @@ class Gradients(ElasticContributor):
         self.engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
         self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
-        self._known: list[torch.Tensor] = []  # flat gradients, from `contribution` until they have changed
         self.is_committing = False  # whether the optimizers step with the means
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -171,18 +170,18 @@ class Gradients(ElasticContributor):
         for parameter, part in self._buckets.parts(flats):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
-    def contribution(self) -> Contribution:
-        self._known = self._gradients()
-        return Contribution(self.work or 0.0, bool(all_finite(*self._known)))
+    def contribution(self) -> tuple[float, dict[Buckets, list[torch.Tensor]]]:
+        return self.work or 0.0, {self._buckets: self._gradients()}
 
-    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Buckets]:
-        flats, self._known = self._known or self._gradients(), []
+    def start(
+        self, known: dict[Buckets, list[torch.Tensor]], scale: float, step: int, *, is_last: bool = False
+    ) -> PendingAverage[Buckets]:
+        flats = known[self._buckets] if known else self._gradients()
         for flat in flats:
             flat.mul_(scale)
         return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
     def commit_empty(self, *, may_be_empty: bool) -> None:
-        self._known = []
         if self.work is not None and not may_be_empty:
             raise StepError(
                 "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
@@ -199,7 +198,7 @@ class Gradients(ElasticContributor):
                 optimizer.step()
         finally:
             self.is_committing = False
-        self.work, self._known = None, []
+        self.work = None
         self.steps = self.averaged_steps = step + 1
         self.steps_here += 1
 
@@ -208,4 +207,4 @@ class Gradients(ElasticContributor):
 
     def reset(self, step: int, turns: int) -> None:
         self.steps = self.averaged_steps = step
-        self.work, self._known = None, []
+        self.work = None

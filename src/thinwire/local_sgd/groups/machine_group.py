@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-
 from thinwire.comm import Description, Message, Transport, Work, gather_bytes, gather_numbers
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import CombinedWork, CompletedWork
@@ -77,11 +75,7 @@ class MachineGroup(Group):
             received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
             self.received = None if self.received is None else received
         elif not self.has_parts and self.received is not None:
-            data = (
-                serialize(self.received)
-                if self._is_first
-                else torch.empty(0, dtype=torch.uint8, device="cpu")
-            )
+            data = serialize(self.received)  # in other processes, a lineage without the state that they get
             length = int(self.broadcast_scalar(len(data)))
             sent = (data if self._is_first else data.new_empty(length)).to(inside.control_device)
             inside.broadcast(sent, 0, PURPOSE).wait()
