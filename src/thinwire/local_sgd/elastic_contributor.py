@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +27,9 @@ from thinwire.local_sgd.schedule import Schedule
 from thinwire.sync import Engine
 from thinwire.sync.state import in_memory_order
 from thinwire.tensors.layout import local_tensor
+
+Values: TypeAlias = dict[Any, list[torch.Tensor]]
+"""What a member contributes to an averaging: for each fragment, a flat tensor for each bucket."""
 
 
 class ElasticContributor(ABC):
@@ -57,13 +60,11 @@ class ElasticContributor(ABC):
         return self.engine
 
     @abstractmethod
-    def contribution(self) -> tuple[float, dict[Any, list[torch.Tensor]]]:
+    def contribution(self) -> tuple[float, Values]:
         """Return this member's weight in the next averaging, 0 if it has done nothing, and its values."""
 
     @abstractmethod
-    def start(
-        self, known: dict[Any, list[torch.Tensor]], scale: float, step: int, *, is_last: bool = False
-    ) -> PendingAverage[Any]:
+    def start(self, known: Values, scale: float, step: int, *, is_last: bool) -> PendingAverage[Any]:
         """Send the first messages of an averaging after a step, of known values as far as it needs them.
 
         The last averaging, with which all members leave, covers all fragments.
@@ -202,13 +203,11 @@ class ElasticChanges(ModelChanges, ElasticContributor):
     def engine_after(self, step: int) -> Engine:
         return self.warmup_engine if step < self.schedule.warmup.steps else self.engine
 
-    def contribution(self) -> tuple[float, dict[Fragment, list[torch.Tensor]]]:
+    def contribution(self) -> tuple[float, Values]:
         fragments = self.fragments_of(self.steps, self.turns)
         return fragments[0].work, self.changes_of(fragments)
 
-    def start(
-        self, known: dict[Fragment, list[torch.Tensor]], scale: float, step: int, *, is_last: bool = False
-    ) -> PendingAverage[Fragment]:
+    def start(self, known: Values, scale: float, step: int, *, is_last: bool) -> PendingAverage[Fragment]:
         fragments = self._fragments_left(step) if is_last else self.fragments_of(step, self.turns)
         changes = {it: known[it] if it in known else it.changes() for it in fragments}
         return self.send(changes, scale, step, is_delayed=self.schedule.is_delayed(step))

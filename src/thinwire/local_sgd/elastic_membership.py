@@ -23,7 +23,7 @@ from thinwire.local_sgd.admission import (
     kept_lineage,
     next_lineage,
 )
-from thinwire.local_sgd.elastic_contributor import ElasticContributor
+from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import (
     BrokenMemberError,
@@ -77,7 +77,7 @@ class ElasticMembership:
         self._residual_members = 1
         self._agreed_changes = 0
         # This member's values for the next averaging, from the gathering of statuses until they are sent.
-        self._known: dict[Any, list[torch.Tensor]] = {}
+        self._known: Values = {}
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
         self._is_saving = False

@@ -14,7 +14,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.elastic_contributor import ElasticContributor
+from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
 from thinwire.local_sgd.elastic_members import Member, prepare_member
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.fragment import Averaged, Buckets
@@ -170,12 +170,10 @@ class Gradients(ElasticContributor):
         for parameter, part in self._buckets.parts(flats):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
-    def contribution(self) -> tuple[float, dict[Buckets, list[torch.Tensor]]]:
+    def contribution(self) -> tuple[float, Values]:
         return self.work or 0.0, {self._buckets: self._gradients()}
 
-    def start(
-        self, known: dict[Buckets, list[torch.Tensor]], scale: float, step: int, *, is_last: bool = False
-    ) -> PendingAverage[Buckets]:
+    def start(self, known: Values, scale: float, step: int, *, is_last: bool) -> PendingAverage[Buckets]:
         flats = known[self._buckets] if known else self._gradients()
         for flat in flats:
             flat.mul_(scale)

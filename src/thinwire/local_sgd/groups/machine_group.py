@@ -53,9 +53,8 @@ class MachineGroup(Group):
         return gather_numbers([value], self.inside, PURPOSE)[0][0]
 
     def start_quorum(self) -> None:
-        place, *quorum, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
-        self._leader.rank, self._leader.size = place
-        self.quorum_id, self.num_changes, self._address = quorum
+        *place, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
+        self._leader.rank, self._leader.size, self.quorum_id, self.num_changes, self._address = place
         if not self._is_first:  # until `join` receives the rest
             self.received = None if lineage is None else {"members": {"lineage": lineage}}
 
@@ -65,8 +64,8 @@ class MachineGroup(Group):
         if group.received is not None:
             self.received, group.received = group.received, None
         lineage = None if self.received is None else lineage_of(self.received)
-        place = transport.rank, transport.size
-        return [place, group.quorum_id, group.num_changes, group.address, lineage]
+        place = [transport.rank, transport.size, group.quorum_id, group.num_changes, group.address]
+        return [*place, lineage]
 
     def join(self, are_new: Sequence[bool]) -> None:
         leader, inside = self._leader, self.inside
