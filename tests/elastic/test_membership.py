@@ -22,13 +22,7 @@ from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, TopK
 from thinwire.comm import InProcessTransport
 from thinwire.comm.in_process import wait_for
-from thinwire.elastic import (
-    DiLoCo,
-    InProcessGroup,
-    InProcessLighthouse,
-    LocalSGD,
-    Steps,
-)
+from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.local_sgd.elastic_contributor import ElasticChanges
 from thinwire.local_sgd.groups import state_transfer

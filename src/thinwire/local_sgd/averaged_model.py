@@ -19,7 +19,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, Fragments, fragments_of
+from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, fragments_of
 from thinwire.local_sgd.outer import Nesterov, Outer, new_outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.schedule import Schedule
@@ -40,7 +40,7 @@ class AveragedModel:
     ddp: DistributedDataParallel | None = None  # its wrapper, which may ignore some parameters
     buffers: bool = True  # whether saved floating buffers are averaged
     entered: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # see `_identities`; empty before
-    fragments: Fragments = field(default_factory=Fragments)  # empty before entry, and for gradients
+    fragments: Sequence[Fragment] = ()  # in the order in which they are averaged; none before entry
     make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # whether it holds the last average now, not its own values
@@ -50,6 +50,11 @@ class AveragedModel:
     def device(self) -> torch.device:
         """The model's device; if it is on several, that of its first averaged tensor."""
         return self.tensors()[0].tensor.device
+
+    @property
+    def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
+        """Each averaged tensor with its last average."""
+        return [pair for fragment in self.fragments for pair in fragment.lasts]
 
     def tensors(self) -> list[Averaged]:
         """Return the averaged tensors as they are now: trainable parameters, and with `buffers` saved floats.
@@ -117,9 +122,9 @@ class AveragedModel:
         make = self.make_outer
         device = make.device if isinstance(make, Nesterov) else None  # None: the model's
         parts = fragments_of(averaged, schedule.streaming.fragments)
-        self.fragments = Fragments(Fragment(part, device) for part in parts)
+        self.fragments = [Fragment(part, device) for part in parts]
         if make is not None:
-            lasts = {tensor.name: last for tensor, last in self.fragments.lasts}
+            lasts = {tensor.name: last for tensor, last in self.lasts}
             # In an order that does not depend on the number of fragments, so that its state fits any number.
             parameters = [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
             self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
@@ -128,7 +133,7 @@ class AveragedModel:
     @torch.inference_mode(False)
     def holding_average(self) -> Iterator[None]:
         """Make the model hold the last averages inside this context, and restore its values afterwards."""
-        lasts = self.fragments.lasts
+        lasts = self.lasts
         values = [tensor.value.clone() for tensor, _ in lasts]
         self.shows_average = True
         try:

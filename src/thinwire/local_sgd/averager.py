@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
@@ -33,6 +33,9 @@ from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
 from thinwire.torch_private import closure_not_compiled, takes_step_hooks
 
+Membership: TypeAlias = StaticMembership | ElasticMembership
+"""Starts and finishes averagings with the members of a group."""
+
 # By parameter, the averager whose context was entered last. Weak keys and values, which release the model.
 _averager_of: MutableMapping[torch.Tensor, ref[Averager]] = WeakTensorKeyDictionary()
 
@@ -45,11 +48,7 @@ class Averager(AbstractContextManager[Any]):
         observers: Called after every step, with True.
     """
 
-    def __init__(
-        self,
-        contributor: ModelChanges | ElasticContributor,
-        membership: StaticMembership | ElasticMembership,
-    ) -> None:
+    def __init__(self, contributor: ModelChanges | ElasticContributor, membership: Membership) -> None:
         super().__init__()
         self._contributor, self._membership = contributor, membership
         self._model, self._optimizers = contributor.model, contributor.optimizers
@@ -182,12 +181,7 @@ class ModelAverager(Averager):
 
     _contributor: ModelChanges
 
-    def __init__(
-        self,
-        changes: ModelChanges,
-        membership: StaticMembership | ElasticMembership,
-        grad_scaler: GradScaler | None,
-    ) -> None:
+    def __init__(self, changes: ModelChanges, membership: Membership, grad_scaler: GradScaler | None) -> None:
         super().__init__(changes, membership)
         self._schedule, self._grad_scaler = changes.schedule, grad_scaler
         self._copies = CopiesOfWeights()
@@ -203,7 +197,7 @@ class ModelAverager(Averager):
 
     def _check_copies(self) -> None:
         """Refuse optimizers that keep copies of the weights: they would undo an average."""
-        lasts = {id(parameter.tensor): last for parameter, last in self._model.fragments.lasts}
+        lasts = {id(parameter.tensor): last for parameter, last in self._model.lasts}
         self._copies.check(self._optimizers, lasts)
 
     def _check_momentum(self, *, stacklevel: int) -> None:

@@ -239,7 +239,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         self.end_warmup()
 
     def shared_tensors(self) -> dict[str, torch.Tensor]:
-        return {tensor.name: last for tensor, last in self.fragments.lasts}
+        return {tensor.name: last for tensor, last in self.model.lasts}
 
     def reset(self, step: int, turns: int) -> None:
         for fragment in self.fragments:

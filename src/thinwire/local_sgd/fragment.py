@@ -153,15 +153,6 @@ class Fragment(Buckets):
             tensor.value.copy_(last)
 
 
-class Fragments(tuple[Fragment, ...]):
-    """All fragments of a model, in the order in which they are averaged."""
-
-    @property
-    def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
-        """Each averaged tensor with its last average."""
-        return [pair for fragment in self for pair in fragment.lasts]
-
-
 def layer_of(name: str) -> str:
     """Return the layer of a parameter or buffer: the outermost numbered block, or else its module.
 

@@ -327,7 +327,7 @@ class LocalSGD(ModelAverager, Joinable):
             ),
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
-            outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
+            outer=saved_outer(model),
             # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
             warmup=self._contributor.warmup_engine.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.comm import Transport, agree, gather_numbers
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
-from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
+from thinwire.local_sgd.fragment import Averaged, Fragment
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather, check_alike
 from thinwire.local_sgd.model_changes import Changes, ModelChanges
 from thinwire.local_sgd.outer import settings_digest
@@ -103,13 +103,11 @@ class StaticMembership:
         is_delayed = contributor.schedule.is_delayed(contributor.steps)
         changes = contributor.changes_of(contributor.due_fragments())
         self._gather_status(weight=self._weight, is_finite=are_finite(changes, self._shards))
-        statuses: tuple[MemberStatus, ...] = ()
         # Read the statuses before waiting for changes, which a member at a different step does not send. A
-        # delayed average waits for none yet: `_advance` reads its statuses, unless the engine's comparison,
+        # delayed average waits for none yet: `advance` reads its statuses, unless the engine's comparison,
         # which blocks, comes first.
-        if not is_delayed or not contributor.engine.buckets.has_agreed:
-            statuses = self._read()
-        self._send(changes, statuses, is_delayed=is_delayed)
+        reads_later = is_delayed and contributor.engine.buckets.has_agreed
+        self._send(changes, () if reads_later else self._read(), is_delayed=is_delayed)
 
     def _send(self, changes: Changes, statuses: Sequence[MemberStatus], *, is_delayed: bool = False) -> None:
         # All weights are 1 if the statuses are not read yet: contributors are not counted with a delay.
@@ -191,7 +189,7 @@ class StaticMembership:
         # If these have changed since they were sent, then without a counted step: weights were loaded, or an
         # optimizer has stepped whose steps are not counted.
         sent = () if self.pending is None else self.pending.changes
-        unstepped = Fragments(f for f in fragments if step == f.sent_after and f not in sent)
+        unstepped = [f for f in fragments if step == f.sent_after and f not in sent]
         self._gather_status(
             weight=self._weight,
             is_finite=is_finite,
@@ -217,7 +215,7 @@ class StaticMembership:
             self._send(contributor.changes_of(turn), statuses)
             self.finish()
 
-    def _digest_if_moved(self, fragments: Fragments, changes: Changes) -> int:
+    def _digest_if_moved(self, fragments: Sequence[Fragment], changes: Changes) -> int:
         """Return a digest of parameters on all shards; 0 if none has changed. Collective inside."""
         # Leave out buffers, which change in every forward pass.
         have_moved = any(
@@ -229,7 +227,7 @@ class StaticMembership:
         inside, purpose = self._contributor.model.replica.inside, "looking for changes without a step"
         if gather_numbers([float(have_moved)], inside, purpose) == [[0.0]] * inside.size:
             return 0
-        values = [tensor.value for tensor, _ in fragments.lasts if not tensor.is_buffer]
+        values = [item.value for fragment in fragments for item in fragment if not item.is_buffer]
         digests = gather_numbers([float(digest_of(values))], inside, purpose)
         return digest_of(digests) | 1
 

@@ -12,7 +12,7 @@ import torch
 from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.fragment import Buckets, Fragment, Fragments, fragments_of
+from thinwire.local_sgd.fragment import Buckets, Fragment, fragments_of
 from thinwire.local_sgd.outer import described_outer
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.schedule import EXACT, Schedule
@@ -56,9 +56,8 @@ class ModelChanges:
         # `on_nonfinite` is about gradients: changes that are not finite always raise.
         for_changes = Settings(health_group=model.replica.shards)
         for_gradients = replace(for_changes, on_nonfinite=schedule.warmup.on_nonfinite)
-        self.engine = Engine(algorithm, group, specs, for_changes, parts=parts, machines=machines)
-        shared: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
-        shared["machines"] = machines
+        engine = self.engine = Engine(algorithm, group, specs, for_changes, parts=parts, machines=machines)
+        shared: dict[str, Any] = {"traffic": engine.traffic, "clock": engine.clock, "machines": machines}
         warmup = schedule.warmup.algorithm or EXACT
         self.warmup_engine = Engine(warmup, group, specs, for_gradients, **shared)
         # The residuals of `warmup_engine` are of gradients: no average of parameters may add them.
@@ -67,7 +66,7 @@ class ModelChanges:
         self.end_warmup()
 
     @property
-    def fragments(self) -> Fragments:
+    def fragments(self) -> Sequence[Fragment]:
         """The model's fragments."""
         return self.model.fragments
 
