@@ -18,7 +18,7 @@ from thinwire.errors import StateError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.inner_optimizers import load_optimizers, state_of_shards
+from thinwire.local_sgd.inner_optimizers import load_optimizers
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Nesterov, nesterov_lr
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -107,7 +107,10 @@ class ElasticContributor(ABC):
         }
 
     def state(self, lineage: int, commits: int, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes.
+
+        It is to be made `plain`: of sharded tensors, this process's shards.
+        """
         # The state is that of the last averaging, for a newcomer too: later steps are only this member's.
         return packed_state(
             step=self.averaged_steps,
@@ -121,7 +124,7 @@ class ElasticContributor(ABC):
                 "turns": self.turns,
                 "not_averaged": self._tensors_not_averaged(),
                 "residual_of": tuple(sorted(self.next_engine.state.memory[ERROR])),
-                "optimizers": [state_of_shards(optimizer) for optimizer in self.sent_optimizers],
+                "optimizers": [optimizer.state_dict() for optimizer in self.sent_optimizers],
             },
         )
 

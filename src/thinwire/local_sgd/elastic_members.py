@@ -237,8 +237,7 @@ class LocalSGD(ModelAverager, Member):
                 'count_work() needs a group with weigh_by="work"; in this group all steps count the same'
             )
         self._check_inside("count_work()")
-        added = float(number("amount", amount, minimum=0))
-        self._contributor.count_work(added)
+        self._contributor.count_work(float(number("amount", amount, minimum=0)))
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:

@@ -276,18 +276,8 @@ def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
     return sharded
 
 
-def state_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state; for sharded parameters, that of this process's shards."""
-    state = optimizer.state_dict()
-    held = {
-        number: {key: local_tensor(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
-        for number, of_one in state["state"].items()
-    }
-    return {**state, "state": held}
-
-
 def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
-    """Load states as returned by `state_of_shards`: into all optimizers, or none."""
+    """Load states, for sharded parameters those of this process's shards, into all optimizers or none."""
     if len(states) != len(optimizers):
         raise StateError(
             f"the state has {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
