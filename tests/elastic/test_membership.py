@@ -129,7 +129,7 @@ class Run(InTurns[LocalSGD]):
 
             group.commit = told_meanwhile  # type: ignore[method-assign]
         elif how == "stray":
-            local._membership.lineage += 2
+            local._contributor.lineage += 2
             local._contributor.steps += 3
             for fragment in local._model.fragments:
                 for _, last in fragment.lasts:
@@ -504,15 +504,15 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
 ) -> None:
     with ExitStack() as opened:
         first, second = entered(adapter, opened), entered(adapter, opened)
-        sent = deserialize(serialize(first._membership.state()))
-        held = digest_of(second._membership.state())
+        sent = deserialize(serialize(first._contributor.state()))
+        held = digest_of(second._contributor.state())
         assert held != digest_of(sent)
         for case, (change, words) in UNFIT.items():
             with pytest.raises(StateError, match=words):
                 adopt(second, changed(sent, change))
-            assert digest_of(second._membership.state()) == held, case
+            assert digest_of(second._contributor.state()) == held, case
         adopt(second, sent)  # nothing stands in its way
-        assert second._membership.state()["members"]["optimizers"][1]["state"]
+        assert second._contributor.state()["members"]["optimizers"][1]["state"]
 
 
 class Harmful:

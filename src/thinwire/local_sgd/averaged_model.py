@@ -1,4 +1,4 @@
-"""The user's model: its wrapper, this process's part of it, and its averaged tensors."""
+"""The user's model: its wrapper, this process's part of it, its optimizers and its averaged tensors."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class AveragedModel:
     replica: Replica = field(default_factory=Replica)  # this process's part of it
     ddp: DistributedDataParallel | None = None  # its wrapper, which may ignore some parameters
     buffers: bool = True  # whether saved floating buffers are averaged
+    optimizers: Sequence[torch.optim.Optimizer] = ()  # in step order: the steps of the last one are counted
     entered: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # see `_identities`; empty before
     fragments: Sequence[Fragment] = ()  # in the order in which they are averaged; none before entry
     make_outer: Outer | None = None
@@ -174,14 +175,11 @@ class AveragedModel:
 
     # Weights that were changed by loading, not by a step.
 
-    @contextmanager
-    def noting_loads(self) -> Iterator[None]:
-        """Notice inside this context when weights are loaded."""
-        with ExitStack() as attached:
-            for part in self.module.modules():  # each may be loaded separately
-                register: Any = part.register_load_state_dict_pre_hook
-                attached.callback(register(Hook(self._note_load)).remove)
-            yield
+    def note_loads(self, attached: ExitStack) -> None:
+        """Notice, until `attached` is closed, when weights are loaded."""
+        for part in self.module.modules():  # each may be loaded separately
+            register: Any = part.register_load_state_dict_pre_hook
+            attached.enter_context(register(Hook(self._note_load)))
 
     def _note_load(self) -> None:
         if self.before_load is None:

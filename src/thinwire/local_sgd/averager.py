@@ -21,12 +21,17 @@ from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, check_owned, silent_steps, with_wrapped
+from thinwire.local_sgd.inner_optimizers import (
+    CopiesOfWeights,
+    check_owned,
+    refuse_messages_in_steps,
+    with_wrapped,
+)
 from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import warn_of_momentum
 from thinwire.local_sgd.saved_state import LoadedState
-from thinwire.local_sgd.training_loop import after_each_step, warn_of_uncounted_steps
+from thinwire.local_sgd.training_loop import call_after_steps, warn_of_uncounted_steps
 from thinwire.sync import GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.precision import full_precision
@@ -51,7 +56,7 @@ class Averager(AbstractContextManager[Any]):
     def __init__(self, contributor: ModelChanges | ElasticContributor, membership: Membership) -> None:
         super().__init__()
         self._contributor, self._membership = contributor, membership
-        self._model, self._optimizers = contributor.model, contributor.optimizers
+        self._model, self._optimizers = contributor.model, contributor.model.optimizers
         self._engine = contributor.engine
         self.sync: GradientSync = self._model.replica.sync_of(self._engine)
         self.observers: list[Callable[[bool], None]] = []
@@ -206,9 +211,8 @@ class ModelAverager(Averager):
             self._warned_for = algorithm
             warn_of_momentum(self._model.outer, algorithm, stacklevel=stacklevel + 1)
 
-    @contextmanager
-    def _in_loop(self) -> Iterator[None]:
-        """Count the steps of the user's loop inside this context."""
+    def _watch_loop(self, attached: ExitStack) -> None:
+        """Count the steps of the user's loop until `attached` is closed."""
         stepped = [list(filter(takes_step_hooks, with_wrapped(optimizer))) for optimizer in self._optimizers]
         optimizers, owned = list(chain(*stepped)), set(map(id, self.module.parameters()))
 
@@ -221,16 +225,12 @@ class ModelAverager(Averager):
                 raise
             self._model.check_loads()
 
-        with ExitStack() as attached:
-            for optimizer in optimizers:
-                attached.callback(optimizer.register_step_pre_hook(check).remove)
-            attached.enter_context(self._model.noting_loads())
-            attached.enter_context(silent_steps(optimizers, self._engine.transport))
-            attached.enter_context(
-                warn_of_uncounted_steps(owned, optimizers, lambda: self._contributor.steps_here)
-            )
-            attached.enter_context(after_each_step(stepped[-1], self._grad_scaler, self._after_own_step))
-            yield
+        for optimizer in optimizers:
+            attached.enter_context(optimizer.register_step_pre_hook(check))
+        self._model.note_loads(attached)
+        refuse_messages_in_steps(optimizers, self._engine.transport, attached)
+        warn_of_uncounted_steps(owned, optimizers, lambda: self._contributor.steps_here, attached)
+        call_after_steps(self._after_own_step, stepped[-1], self._grad_scaler, attached)
 
     def _after_own_step(self) -> None:
         """Count a step that the optimizer, or the scaler, has attempted."""

@@ -22,7 +22,7 @@ from thinwire.local_sgd.inner_optimizers import load_optimizers
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Nesterov, nesterov_lr
 from thinwire.local_sgd.pending_average import PendingAverage
-from thinwire.local_sgd.saved_state import LoadedState, checked_state, members_of, packed_state
+from thinwire.local_sgd.saved_state import LoadedState, checked_state, packed_state
 from thinwire.local_sgd.schedule import Schedule
 from thinwire.sync import Engine
 from thinwire.sync.state import in_memory_order
@@ -37,18 +37,18 @@ class ElasticContributor(ABC):
 
     model: AveragedModel
     engine: Engine  # of averagings after the warm-up
-    optimizers: Sequence[torch.optim.Optimizer]
     group: Group
     steps: int  # so far, of the members that have been here longest
     steps_here: int  # since this object was made
     averaged_steps: int  # at the last averaging
     turns = 0  # of fragments
-    tolerates_other_settings: bool  # whether a member with other optimizer settings is warned, not refused
+    lineage = commits = 0  # the committed averagings behind the model: a digest, and their number
+    tolerates_other_settings = False  # whether a member with other optimizer settings is warned, not refused
 
     @property
     def sent_optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The inner optimizers whose state a joining member receives."""
-        return self.optimizers if self.group.send_optimizer else ()
+        return self.model.optimizers if self.group.send_optimizer else ()
 
     @property
     def next_engine(self) -> Engine:
@@ -106,7 +106,7 @@ class ElasticContributor(ABC):
             plain_name(name): local_tensor(tensor) for name, tensor in named if id(tensor) not in averaged
         }
 
-    def state(self, lineage: int, commits: int, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes.
 
         It is to be made `plain`: of sharded tensors, this process's shards.
@@ -119,8 +119,8 @@ class ElasticContributor(ABC):
             sync=self.next_engine.state.common_state(self.next_engine.algorithm) if sync is None else sync,
             outer=None if self.model.outer is None else self.model.outer.state_dict(),
             members={
-                "lineage": lineage,
-                "commits": commits,
+                "lineage": self.lineage,
+                "commits": self.commits,
                 "turns": self.turns,
                 "not_averaged": self._tensors_not_averaged(),
                 "residual_of": tuple(sorted(self.next_engine.state.memory[ERROR])),
@@ -141,32 +141,36 @@ class ElasticContributor(ABC):
 
     def start_from(self, loaded: LoadedState) -> None:
         """Load a state: all of it, or none if it does not fit."""
-        shared, members = self.shared_tensors(), members_of(loaded)
-        not_averaged = self._tensors_not_averaged()  # which a fixed group's state does not have
-        if loaded.members is not None and _kinds(members["not_averaged"]) != _kinds(not_averaged):
+        shared, not_averaged = self.shared_tensors(), self._tensors_not_averaged()
+        members, optimizers = loaded.members, list(self.sent_optimizers)
+        if members is None:
+            # A fixed group's state. Members that load the same one get the same lineage.
+            members, optimizers = {"lineage": loaded.digest | 1, "commits": 1, "turns": 0}, []
+        elif _kinds(members["not_averaged"]) != _kinds(not_averaged):
             raise StateError(
                 "the state's not_averaged has other tensors than this member's model; start the same script "
                 "as the others, or load the state of the same model"
             )
         engine = self.engine_after(loaded.step)
         engine_state = engine.check_state_dict(loaded.sync)
-        outer = self.model.outer if loaded.outer is not None else None
-        optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
-        if loaded.members is not None:
-            optimizers, states = [*optimizers, *self.sent_optimizers], [*states, *members["optimizers"]]
+        states = list(members.get("optimizers", ()))
+        if self.model.outer is not None and loaded.outer is not None:
+            optimizers.append(self.model.outer)
+            states.append(loaded.outer)
         load_optimizers(optimizers, states)
         errors = engine_state.slots.get(ERROR, {})
         common = {slot: tensors for slot, tensors in engine_state.slots.items() if not slot.is_local}
         engine.load(engine_state._replace(slots=common))
         for spec in engine.specs:
             # The layout of messages depends on which parameters have a residual: a newcomer's is zeros.
-            if spec.name in errors or spec.name in members["residual_of"]:
+            if spec.name in errors or spec.name in members.get("residual_of", ()):
                 error = errors.get(spec.name, torch.zeros(spec.shape, device="cpu"))
                 engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.model.device))
-        for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], not_averaged):
-            for name, tensor in tensors.items():
-                targets[name].copy_(tensor)
+        targets = shared | not_averaged
+        for name, tensor in {**loaded.last_average, **members.get("not_averaged", {})}.items():
+            targets[name].copy_(tensor)
         self.model.before_load = None
+        self.lineage, self.commits = members["lineage"], members["commits"]
         self.reset(loaded.step, members["turns"])
 
 
@@ -179,15 +183,8 @@ def _kinds(tensors: Mapping[str, object]) -> dict[str, object]:
 class ElasticChanges(ModelChanges, ElasticContributor):
     """Contributes a model's changes. It counts turns, since members join at any step of the schedule."""
 
-    def __init__(
-        self,
-        model: AveragedModel,
-        schedule: Schedule,
-        optimizers: Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
-        group: Group,
-    ) -> None:
-        super().__init__(model, schedule, optimizers, algorithm, group.transport)
+    def __init__(self, model: AveragedModel, schedule: Schedule, algorithm: Algorithm, group: Group) -> None:
+        super().__init__(model, schedule, algorithm, group.transport)
         self.turns = self.averaged_steps = 0
         self.group = group
         # Members that make as many steps as they can average at different step counts.

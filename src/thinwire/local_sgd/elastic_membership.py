@@ -24,7 +24,6 @@ from thinwire.local_sgd.admission import (
     next_lineage,
 )
 from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
-from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import (
     BrokenMemberError,
     in_all_processes,
@@ -64,14 +63,12 @@ class ElasticMembership:
 
     has_left = False
 
-    def __init__(self, group: Group, contributor: ElasticContributor, kind: str) -> None:
-        self.group, self._contributor = group, contributor
+    def __init__(self, contributor: ElasticContributor, kind: str) -> None:
+        self.group, self._contributor = contributor.group, contributor
         self.stats = MembershipStats()
         self.is_leaving = False  # may be set: whether to leave after the next averaging
-        # The committed averagings behind the model: a digest, and their number. Newcomers receive both.
-        self.lineage = self.commits = 0
         self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
-        self._admission = Admission(group, contributor, kind)
+        self._admission = Admission(contributor, kind)
         self._member = self._draw_number()
         # The number of members over which this residual is averaged; 0 for members that resume together.
         self._residual_members = 1
@@ -82,8 +79,8 @@ class ElasticMembership:
         self._doubt: _Averaging | None = None
         self._is_saving = False
         self._saved: dict[str, Any] | None = None
-        group.provide = self._provided
-        group.is_leaving = lambda: self.is_leaving
+        self.group.provide = self._provided
+        self.group.is_leaving = lambda: self.is_leaving
 
     @property
     def is_open(self) -> bool:
@@ -93,7 +90,7 @@ class ElasticMembership:
     def start(self) -> None:
         """Find the members, gather their statuses, and send the first messages. Collective."""
         if self.stats.averagings == 1:
-            plain(self.state())  # check again: optimizers create their state in the first step
+            plain(self._contributor.state())  # check again: optimizers create their state in the first step
         self._repeated(self._start)
 
     def finish(self) -> None:
@@ -124,14 +121,10 @@ class ElasticMembership:
         finally:
             self._is_saving = False
 
-    def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return `Contributor.state` with this lineage."""
-        return self._contributor.state(self.lineage, self.commits, sync)
-
-    def resume_at(self, lineage: int, commits: int) -> None:
-        """Set lineage and commits to those of a saved state, which other members may have loaded too."""
-        self.lineage, self.commits, self._residual_members = lineage, commits, 0
-        self.group.reset(commits)
+    def resume(self) -> None:
+        """Continue from a saved state that the contributor has loaded, and other members may have, too."""
+        self._residual_members = 0
+        self.group.reset(self._contributor.commits)
 
     def leave(self) -> None:
         """Leave immediately. A residual that has not been handed over is lost."""
@@ -182,7 +175,7 @@ class ElasticMembership:
         group, contributor = self.group, self._contributor
         statuses = self._gather_members()
         known, self._known = self._known, {}
-        lineage = next_lineage(self.lineage, group.quorum_id, statuses)
+        lineage = next_lineage(contributor.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
         pending = None
         if total:
@@ -202,16 +195,14 @@ class ElasticMembership:
                 engine = self._contributor.engine
                 with engine.clock.inside(engine.traffic):
                     in_all_processes(opened.pending.receive, self.group)
-            purpose = "whether all have received everything"
-            try:
-                gather_numbers([1.0], self.group.control, purpose)
-            except CommunicationError:
-                # Don't abandon it: another member may have received this message, and committed.
-                self._doubt = opened
-                raise
         except BaseException:
-            if self._doubt is None:
-                opened.abandon()
+            opened.abandon()
+            raise
+        try:
+            gather_numbers([1.0], self.group.control, "whether all have received everything")
+        except BaseException:
+            # Don't abandon it: another member may have received this message, and committed.
+            self._doubt = opened
             raise
         # No message is sent between the last one and the commit. The hand-over comes after the commit, so
         # that its failure undoes nothing.
@@ -224,17 +215,17 @@ class ElasticMembership:
             self._saved = in_all_processes(self._contributor.next_engine.state_dict, self.group)
 
     def _commit(self, averaging: _Averaging) -> None:
-        pending, statuses = averaging.pending, averaging.statuses
+        contributor, pending, statuses = self._contributor, averaging.pending, averaging.statuses
         if pending is not None:
             pending.wait()  # first: it raises if a mean is not finite, and then nothing has changed
-        self.lineage = averaging.lineage
-        self.commits += 1
+        contributor.lineage = averaging.lineage
+        contributor.commits += 1
         if pending is None:
             # While a member joins or saves, this is fine: members contribute next time.
             may_be_empty = any(status.is_new or status.is_saving for status in statuses)
-            self._contributor.commit_empty(may_be_empty=may_be_empty)
+            contributor.commit_empty(may_be_empty=may_be_empty)
         else:
-            self._contributor.commit(pending, max(status.step for status in statuses), len(statuses))
+            contributor.commit(pending, max(status.step for status in statuses), len(statuses))
             self.stats.averagings += 1
         self.stats.count(self.statuses, statuses)
         self.statuses = statuses
@@ -326,11 +317,11 @@ class ElasticMembership:
             is_new=is_new,
             is_saving=self._is_saving,
             member=self._member,
-            lineage=self.lineage if group.received is None else lineage_of(group.received),
+            lineage=contributor.lineage if group.received is None else lineage_of(group.received),
             doubt=0 if self._doubt is None else self._doubt.lineage,
             min_members=group.min_members,
             error_norm=contributor.next_engine.state.error_norm(),
-            inner_settings=digest_of(inner_settings(contributor.optimizers)),
+            inner_settings=digest_of(inner_settings(contributor.model.optimizers)),
             averagings=self.stats.averagings,
         )
         own = reduced_over_local_processes(own, group)
@@ -358,12 +349,11 @@ class ElasticMembership:
         contributor = self._contributor
         lost = contributor.next_engine.state.error_norm()
         # If a run resumes, the members that continued before this one have its residual.
-        if self.lineage and self._residual_members:
+        if contributor.lineage and self._residual_members:
             loss = f", and its residual of norm {lost:g} is lost" if lost else ""
             logger.warning("this member was away, so it restarts from the others' state%s", loss)
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
-        self.lineage, self.commits = lineage_of(received), received["members"]["commits"]
         self._residual_members = self.group.control.size
         self.statuses, self.group.received, self._known = (), None, {}
 
@@ -379,7 +369,7 @@ class ElasticMembership:
             # This runs on a torchft thread, whose stream does not wait for the training stream.
             torch.accelerator.synchronize(device)
         # Send the state it is about to load: its own model is not shared yet.
-        return self.state() if self.group.received is None else self.group.received
+        return self._contributor.state() if self.group.received is None else self.group.received
 
     def _resolve_doubt(self, kept: int) -> None:
         """Commit the averaging in doubt if all continue from it, and else drop it."""

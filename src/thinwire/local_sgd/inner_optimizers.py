@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib import import_module
 from itertools import chain
 from typing import Any, TypeAlias
@@ -102,9 +102,10 @@ def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigErr
     )
 
 
-@contextmanager
-def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transport) -> Iterator[None]:
-    """Refuse an optimizer that communicates, in its first step inside this context.
+def refuse_messages_in_steps(
+    optimizers: Sequence[torch.optim.Optimizer], transport: Transport, attached: ExitStack
+) -> None:
+    """Refuse an optimizer that communicates, in its first step before `attached` is closed.
 
     Some gather each process's results (Muon), and have no attribute that shows it.
     """
@@ -125,11 +126,9 @@ def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transpo
         if count is not None and num_messages(group) != count:
             raise _communicates(optimizer)
 
-    with ExitStack() as attached:
-        for optimizer in optimizers if group is not None else ():
-            attached.callback(optimizer.register_step_pre_hook(before).remove)
-            attached.callback(optimizer.register_step_post_hook(after).remove)
-        yield
+    for optimizer in optimizers if group is not None else ():
+        attached.enter_context(optimizer.register_step_pre_hook(before))
+        attached.enter_context(optimizer.register_step_post_hook(after))
 
 
 # Copies of the weights.

@@ -131,11 +131,12 @@ class LocalSGD(ModelAverager, Joinable):
         schedule.check_gradient_settings(grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
         averaged = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers, make_outer=outer)
-        optimizers = checked_optimizers(optimizer, averaged.tensors(), module, is_sharded=replica.is_sharded)
+        tensors = averaged.tensors()
+        averaged.optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
         group, within = averaged.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        changes = ModelChanges(averaged, schedule, optimizers, algorithm, group, within)
+        changes = ModelChanges(averaged, schedule, algorithm, group, within)
         super().__init__(changes, StaticMembership(changes), grad_scaler)
 
     @torch.inference_mode(False)
@@ -167,10 +168,10 @@ class LocalSGD(ModelAverager, Joinable):
         self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
             # If any of these raises, those before it are removed.
-            attached.enter_context(self._in_loop())
+            self._watch_loop(attached)
             if model.ddp is None:
                 attached.enter_context(averaging_model(self, model.module, group))
-                attached.enter_context(warn_of_ddp(model.module, group))
+                warn_of_ddp(model.module, group, attached)
             else:
                 ddp = model.ddp
                 adapters = {"group": DDPAdapter(changes.warmup_engine, ddp)}

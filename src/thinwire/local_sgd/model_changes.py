@@ -39,12 +39,11 @@ class ModelChanges:
         self,
         model: AveragedModel,
         schedule: Schedule,
-        optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
         group: Transport,
         subgroup: Transport | None = None,
     ) -> None:
-        self.model, self.schedule, self.optimizers = model, schedule, optimizers
+        self.model, self.schedule = model, schedule
         self.steps = self.steps_here = self.sent_at = 0
         averaged = model.tensors()
         specs = [tensor.spec for tensor in averaged]

@@ -41,15 +41,6 @@ def packed_state(**parts: Any) -> dict[str, Any]:
     return {"version": FORMAT, "in_flight": (), **parts, **optional}
 
 
-def members_of(loaded: LoadedState) -> Mapping[str, Any]:
-    """Return the elastic members' part of a state; for a fixed group's state, make one."""
-    if loaded.members is not None:
-        return loaded.members
-    # Members that load the same state get the same lineage.
-    lineage = loaded.digest | 1
-    return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
-
-
 def checked_state(
     state: Any, shapes: Sequence[Mapping[str, tuple[int, ...]]], *, has_outer: bool, has_warmup: bool = False
 ) -> LoadedState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -75,12 +75,12 @@ class Steps(Member):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        averaged, optimizers, group = prepare_member(model, optimizer, group, buffers=False)
+        averaged, group = prepare_member(model, optimizer, group, buffers=False)
         # A joining member takes its first optimizer steps on entry, so it must receive the optimizers.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        gradients = Gradients(averaged, optimizers, algorithm, group)
-        super().__init__(gradients, ElasticMembership(group, gradients, type(self).__name__))
+        gradients = Gradients(averaged, algorithm, group)
+        super().__init__(gradients, ElasticMembership(gradients, type(self).__name__))
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
@@ -90,8 +90,7 @@ class Steps(Member):
         self._attached.close()
         return kind is not None and issubclass(kind, LeftError)
 
-    @contextmanager
-    def _in_loop(self) -> Iterator[None]:
+    def _watch_loop(self, attached: ExitStack) -> None:
         owned = set(map(id, self.module.parameters()))
 
         @closure_not_compiled
@@ -102,13 +101,8 @@ class Steps(Member):
                     "from the others'; call step() of elastic.Steps, which averages and steps"
                 )
 
-        own_steps = register_optimizer_step_pre_hook(refuse)
-        try:
-            # Pass no optimizers: `step` checks, since the optimizers step only when an averaging commits.
-            with self._model.noting_loads():
-                yield
-        finally:
-            own_steps.remove()
+        attached.enter_context(register_optimizer_step_pre_hook(refuse))
+        self._model.note_loads(attached)
 
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all present members, and take the optimizer's step. Collective.
@@ -139,21 +133,14 @@ class Steps(Member):
 class Gradients(ElasticContributor):
     """Contributes a model's gradients, and steps its optimizers with their means."""
 
-    def __init__(
-        self,
-        model: AveragedModel,
-        optimizers: Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
-        group: Group,
-    ) -> None:
-        self.model, self.optimizers, self.group = model, optimizers, group
+    def __init__(self, model: AveragedModel, algorithm: Algorithm, group: Group) -> None:
+        self.model, self.group = model, group
         self.steps = self.averaged_steps = self.steps_here = 0
         tensors = model.tensors()
         self._buckets = Buckets(tensors)
         specs, parts = [parameter.spec for parameter in tensors], [self._buckets.layout]
         settings = Settings(health_group=model.replica.shards)
         self.engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
-        self.tolerates_other_settings = False
         self.work: float | None = None  # the gradients' weight; None once they are applied
         self.is_committing = False  # whether the optimizers step with the means
 
@@ -192,7 +179,7 @@ class Gradients(ElasticContributor):
         # Step in `commit`: a member that joins, or learns late that a step was committed, must take it too.
         self.is_committing = True
         try:
-            for optimizer in self.optimizers:
+            for optimizer in self.model.optimizers:
                 optimizer.step()
         finally:
             self.is_committing = False
