@@ -15,14 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, way_in
-from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, fragments_of
-from thinwire.local_sgd.outer import Nesterov, Outer, new_outer
+from thinwire.local_sgd.fragment import Averaged, Fragment
+from thinwire.local_sgd.outer import Outer
 from thinwire.local_sgd.replica import Replica
-from thinwire.local_sgd.schedule import Schedule
 from thinwire.local_sgd.training_loop import LOADED, Hook
 from thinwire.sync.state import DTYPES, digest_of
 from thinwire.torch_private import non_persistent_buffers, uncompiled
@@ -115,20 +113,6 @@ class AveragedModel:
                     "make subgroups within it: torch.distributed.new_subgroups(group_size=…)"
                 )
         return group, inner
-
-    def divide(
-        self, averaged: Sequence[Averaged], schedule: Schedule, num_members: int, algorithm: Algorithm
-    ) -> None:
-        """Divide the averaged tensors into fragments, and make the outer optimizer that steps them."""
-        make = self.make_outer
-        device = make.device if isinstance(make, Nesterov) else None  # None: the model's
-        parts = fragments_of(averaged, schedule.streaming.fragments)
-        self.fragments = [Fragment(part, device) for part in parts]
-        if make is not None:
-            lasts = {tensor.name: last for tensor, last in self.lasts}
-            # In an order that does not depend on the number of fragments, so that its state fits any number.
-            parameters = [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
-            self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
 
     @contextmanager
     @torch.inference_mode(False)

@@ -26,6 +26,7 @@ from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import MachineGroup
 from thinwire.local_sgd.groups.state_transfer import plain
+from thinwire.local_sgd.groups.torchft_group import TorchftGroup
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
 from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
@@ -245,7 +246,7 @@ class LocalSGD(ModelAverager, Member):
         if not model.entered:
             self._check_copies()
             # The number of members is not known yet: a learning rate for it is chosen at every averaging.
-            model.divide(model.tensors(), self._schedule, 1, self._engine.algorithm)
+            self._contributor.divide(model.tensors(), 1)
             for fragment in model.fragments:
                 fragment.set_last()
             self._check_momentum(stacklevel=3)
@@ -334,11 +335,7 @@ def prepare_member(
             f"this member has {num_processes} processes but the model spans {spanned}. Pass its DDP model or "
             "one of DTensors, and call init_process_group() for the member's processes only (docs/elastic.md)"
         )
-    if group is None:
-        # Imported here: torchft is an extra that other kinds of groups don't need.
-        from thinwire.local_sgd.groups.torchft_group import TorchftGroup  # noqa: PLC0415
-
-        group = TorchftGroup()
+    group = TorchftGroup() if group is None else group
     replica = Replica()
     if group.inside.size > 1:
         group = MachineGroup(group, has_parts=ddp is None)

@@ -154,7 +154,7 @@ class LocalSGD(ModelAverager, Joinable):
         # Check the models first: different shapes could not even be divided the same way.
         membership.check_models(averaged, type(self).__name__)
         num_members = group.size // (1 if subgroup is None else subgroup.transport.size)
-        model.divide(averaged, self._schedule, num_members, self._engine.algorithm)
+        changes.divide(averaged, num_members)
         # Before the first message, all must know whether they start, which is collective, or resume.
         membership.agree_on_settings(self._loaded)
         if self._loaded is None:

@@ -12,8 +12,8 @@ import torch
 from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.fragment import Buckets, Fragment, fragments_of
-from thinwire.local_sgd.outer import described_outer
+from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, fragments_of
+from thinwire.local_sgd.outer import Nesterov, described_outer, new_outer
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.schedule import EXACT, Schedule
 from thinwire.sync import Engine, Settings
@@ -68,6 +68,19 @@ class ModelChanges:
     def fragments(self) -> Sequence[Fragment]:
         """The model's fragments."""
         return self.model.fragments
+
+    def divide(self, averaged: Sequence[Averaged], num_members: int) -> None:
+        """Divide the averaged tensors into fragments, and make the outer optimizer that steps them."""
+        model, schedule, make = self.model, self.schedule, self.model.make_outer
+        device = make.device if isinstance(make, Nesterov) else None  # None: the model's
+        parts = fragments_of(averaged, schedule.streaming.fragments)
+        model.fragments = [Fragment(part, device) for part in parts]
+        if make is not None:
+            lasts = {tensor.name: last for tensor, last in model.lasts}
+            # In an order that does not depend on the number of fragments, so that its state fits any number.
+            parameters = [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
+            algorithm = self.engine.algorithm
+            model.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
 
     # The schedule.
 
