@@ -21,12 +21,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.inner_optimizers import (
-    CopiesOfWeights,
-    check_owned,
-    refuse_messages_in_steps,
-    with_wrapped,
-)
+from thinwire.local_sgd.inner_optimizers import check_copies, check_owned, refuse_messages, with_wrapped
 from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import warn_of_momentum
@@ -189,7 +184,7 @@ class ModelAverager(Averager):
     def __init__(self, changes: ModelChanges, membership: Membership, grad_scaler: GradScaler | None) -> None:
         super().__init__(changes, membership)
         self._schedule, self._grad_scaler = changes.schedule, grad_scaler
-        self._copies = CopiesOfWeights()
+        self._seen = set[tuple[int, str, int]]()  # see `check_copies`
         self._warned_for: Algorithm | None = None  # the algorithm for which the outer momentum was checked
 
     def __str__(self) -> str:
@@ -203,7 +198,7 @@ class ModelAverager(Averager):
     def _check_copies(self) -> None:
         """Refuse optimizers that keep copies of the weights: they would undo an average."""
         lasts = {id(parameter.tensor): last for parameter, last in self._model.lasts}
-        self._copies.check(self._optimizers, lasts)
+        check_copies(self._optimizers, lasts, self._seen)
 
     def _check_momentum(self, *, stacklevel: int) -> None:
         algorithm = self._engine.algorithm
@@ -228,7 +223,7 @@ class ModelAverager(Averager):
         for optimizer in optimizers:
             attached.enter_context(optimizer.register_step_pre_hook(check))
         self._model.note_loads(attached)
-        refuse_messages_in_steps(optimizers, self._engine.transport, attached)
+        refuse_messages(optimizers, self._engine.transport, attached)
         warn_of_uncounted_steps(owned, optimizers, lambda: self._contributor.steps_here, attached)
         call_after_steps(self._after_own_step, stepped[-1], self._grad_scaler, attached)
 

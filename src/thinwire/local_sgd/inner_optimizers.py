@@ -102,7 +102,7 @@ def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigErr
     )
 
 
-def refuse_messages_in_steps(
+def refuse_messages(
     optimizers: Sequence[torch.optim.Optimizer], transport: Transport, attached: ExitStack
 ) -> None:
     """Refuse an optimizer that communicates, in its first step before `attached` is closed.
@@ -134,39 +134,38 @@ def refuse_messages_in_steps(
 # Copies of the weights.
 
 
-class CopiesOfWeights:
-    """Finds copies of the weights in optimizers' states: they would undo an average in the next step.
+def check_copies(
+    optimizers: Sequence[torch.optim.Optimizer],
+    lasts: Mapping[int, torch.Tensor],
+    seen: set[tuple[int, str, int]],
+) -> None:
+    """Refuse optimizers whose states have copies of the weights: they would undo an average in the next step.
 
-    Schedule-free's z, Lookahead's slow weights, MADGRAD's x0, and fp32 weights behind a 16-bit model.
+    Schedule-free's z, Lookahead's slow weights, MADGRAD's x0, and fp32 weights behind a 16-bit model; or
+    copies of `lasts`, which maps a parameter's `id` to its last average. States that are none are added to
+    `seen`: (optimizer, where, parameter).
+
+    Cost: a few passes over state that is new since the last call, and a host synchronisation; else none.
     """
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, str, int]] = set()  # optimizer, where, parameter
-
-    def check(self, optimizers: Sequence[torch.optim.Optimizer], lasts: Mapping[int, torch.Tensor]) -> None:
-        """Refuse copies of the weights or of `lasts`, which maps a parameter's `id` to its last average.
-
-        Cost: a few passes over state that is new since the last call, and a host synchronisation; else none.
-        """
-        for optimizer in optimizers:
-            if type(optimizer).__module__.startswith("torch.optim"):
-                continue  # torch's optimizers keep no copies that they restore
-            new = defaultdict(list)
-            for where, parameter, tensor in _states_of(optimizer):
-                if (id(optimizer), where, id(parameter)) not in self._seen:
-                    new[where].append((tensor, parameter))
-            for where, pairs in new.items():
-                averaged = [(tensor, lasts[id(p)]) for tensor, p in pairs if id(p) in lasts]
-                distances = [_distance(pairs), _distance(averaged or pairs)]
-                # Weights that are all zero don't show it yet: momentum also starts at zero.
-                if math.inf not in distances:
-                    self._seen |= {(id(optimizer), where, id(parameter)) for _, parameter in pairs}
-                if min(distances) < MAX_DISTANCE:
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
-                        "next step would undo the average; pass an optimizer without one (for 16-bit "
-                        "weights: an fp32 model with torch.autocast), or use thinwire.attach"
-                    )
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("torch.optim"):
+            continue  # torch's optimizers keep no copies that they restore
+        new = defaultdict(list)
+        for where, parameter, tensor in _states_of(optimizer):
+            if (id(optimizer), where, id(parameter)) not in seen:
+                new[where].append((tensor, parameter))
+        for where, pairs in new.items():
+            averaged = [(tensor, lasts[id(p)]) for tensor, p in pairs if id(p) in lasts]
+            distances = [_distance(pairs), _distance(averaged or pairs)]
+            # Weights that are all zero don't show it yet: momentum also starts at zero.
+            if math.inf not in distances:
+                seen |= {(id(optimizer), where, id(parameter)) for _, parameter in pairs}
+            if min(distances) < MAX_DISTANCE:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
+                    "next step would undo the average; pass an optimizer without one (for 16-bit "
+                    "weights: an fp32 model with torch.autocast), or use thinwire.attach"
+                )
 
 
 def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

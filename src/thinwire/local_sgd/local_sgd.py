@@ -169,11 +169,10 @@ class LocalSGD(ModelAverager, Joinable):
         with ExitStack() as attached:
             # If any of these raises, those before it are removed.
             self._watch_loop(attached)
-            if model.ddp is None:
+            if (ddp := model.ddp) is None:
                 attached.enter_context(averaging_model(self, model.module, group))
                 warn_of_ddp(model.module, group, attached)
             else:
-                ddp = model.ddp
                 adapters = {"group": DDPAdapter(changes.warmup_engine, ddp)}
                 if subgroup is not None:
                     adapters["subgroup"] = DDPAdapter(subgroup, ddp)

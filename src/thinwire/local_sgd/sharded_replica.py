@@ -64,9 +64,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
                 'parts of it; pass those that hold the same part, such as mesh["replicate"]'
             )
     replica = Replica(replicas, is_sharded=True, show_shards=show_shards)
-    if len(inner) > 1:
-        replica = replace(replica, inside=control_transport(inner))
-    return replica
+    return replace(replica, inside=control_transport(inner)) if len(inner) > 1 else replica
 
 
 def _saves_whole(module: nn.Module, replicas: object, meshes: list[DeviceMesh]) -> bool:
