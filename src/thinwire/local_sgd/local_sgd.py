@@ -180,6 +180,8 @@ class LocalSGD(ModelAverager, Joinable):
                     ddp, lambda: adapters.get(self._schedule.gradients_in(self.steps)), taken_by="LocalSGD"
                 )
                 attached.callback(switch.free)
+            attached.callback(setattr, self, "_is_inside", False)
+            attached.callback(membership.abandon)  # after an exception nobody waits for the pending average
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
@@ -190,15 +192,10 @@ class LocalSGD(ModelAverager, Joinable):
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Average what is left, unless an exception was raised, and remove all hooks."""
-        try:
+        with self._attached:
             # After an exception other processes may be anywhere: collectives would not match.
             if kind is None:
                 self.average()
-        finally:
-            # After an average nothing is pending; after an exception nobody waits for the pending average.
-            self._membership.abandon()
-            self._is_inside = False
-            self._attached.close()
 
     def average(self) -> None:
         """Average over the group now, for example before an evaluation or a checkpoint. Collective.
