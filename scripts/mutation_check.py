@@ -101,7 +101,7 @@ FAULTS = [
     Fault("local SGD: overflow is averaged", "if not committed or not are_finite(self.changes, self._engine.settings.health_group):", "if not committed:", LOCAL),
     Fault("local SGD: the outer step is skipped", "outer = None if self.schedule.is_warm_up(step) else self.model.outer", "outer = None", LOCAL),
     Fault("local SGD: work is counted twice", "fragment.work -= fragment.sent_work", "pass", LOCAL + " elastic", first="work"),
-    Fault("local SGD: the local share is dropped", "local_weight = self.schedule.local_weight(self.engines.main.algorithm) if self.age else 0.0", "local_weight = 0.0", LOCAL),
+    Fault("local SGD: the local share is dropped", "local_weight = self.schedule.local_weight(self.engine.algorithm) if self.age else 0.0", "local_weight = 0.0", LOCAL),
     Fault("hooks: warm-up of local SGD ends late", "is_local = state.iter >= state.start_localSGD_iter", "is_local = state.iter > state.start_localSGD_iter", "hooks"),
     Fault("hooks: averaged over all in the local phase", "state.subgroup if is_local else state.process_group, flat", "state.process_group, flat", "hooks"),
     Fault("join: contributors are not counted", "self.scale.copy_(scale)", "pass", "adapters/test_join.py adapters"),

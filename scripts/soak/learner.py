@@ -228,7 +228,7 @@ def thinwire_member(
         local.load_state_dict(checkpoint.load(file))
 
     def stats() -> dict[str, Any]:
-        told = {"lineage": local._membership.lineage, "step": local.steps}
+        told = {"lineage": local._contributor.lineage, "step": local.steps}
         return vars(local.membership()) | told | {"ratio": local.stats().compression_ratio}
 
     def step(pause_seconds: float) -> bool:

@@ -10,7 +10,7 @@ from thinwire.errors import LeftError
 from thinwire.local_sgd.elastic_members import DiLoCo, LocalSGD
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.torchft_group import TorchftGroup
-from thinwire.local_sgd.membership_stats import MembershipStats
+from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.steps import Steps
 from thinwire.testing.in_process_group import InProcessGroup, InProcessLighthouse
 

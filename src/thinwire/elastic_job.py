@@ -15,12 +15,7 @@ from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 from thinwire.launch import Job, Output, Process, ending, loopback_interface, ranks_of
 from thinwire.local_sgd.groups.torchft_client import torchft_module
-from thinwire.local_sgd.groups.torchft_group import (
-    HOSTNAME,
-    LIGHTHOUSE,
-    MEMBER,
-    MIN_MEMBERS,
-)
+from thinwire.local_sgd.groups.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS
 
 LOOPBACK = "127.0.0.1"
 HEARTBEAT_TIMEOUT_MS = 5_000  # torchft_lighthouse's value; a member that is silent this long is dropped

@@ -168,7 +168,7 @@ class InTurns(ABC, Generic[Averageable]):
     def lasts(self, member: int) -> torch.Tensor:
         """Return a member's last averages, in the order of its parameters."""
         adapter: Any = self.adapters[member]
-        lasts = {each.name: last for each, last in adapter._model.fragments.lasts}
+        lasts = {each.name: last for each, last in adapter._model.lasts}
         return torch.cat([lasts[name].flatten() for name, _ in adapter.module.named_parameters()])
 
 

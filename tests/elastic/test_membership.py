@@ -22,15 +22,9 @@ from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, TopK
 from thinwire.comm import InProcessTransport
 from thinwire.comm.in_process import wait_for
-from thinwire.elastic import (
-    DiLoCo,
-    InProcessGroup,
-    InProcessLighthouse,
-    LocalSGD,
-    Steps,
-)
+from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
 from thinwire.errors import AttachError, ConfigError, StateError
-from thinwire.local_sgd.elastic_changes import ElasticChanges
+from thinwire.local_sgd.elastic_contributor import ElasticChanges
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
 from thinwire.sync.state import digest_of
@@ -135,7 +129,7 @@ class Run(InTurns[LocalSGD]):
 
             group.commit = told_meanwhile  # type: ignore[method-assign]
         elif how == "stray":
-            local._membership.lineage += 2
+            local._contributor.lineage += 2
             local._contributor.steps += 3
             for fragment in local._model.fragments:
                 for _, last in fragment.lasts:
@@ -254,9 +248,9 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     scales: dict[tuple[int, int], float] = {}
     start = ElasticChanges.start
 
-    def noted(changes: Any, scale: float, step: int, **options: Any) -> Any:
+    def noted(changes: Any, known: Any, scale: float, step: int, **options: Any) -> Any:
         scales[changes.turns, changes.engine.transport.rank] = scale
-        return start(changes, scale, step, **options)
+        return start(changes, known, scale, step, **options)
 
     monkeypatch.setattr(ElasticChanges, "start", noted)
     monkeypatch.setattr(InProcessGroup, "commit", uncounted)
@@ -510,15 +504,15 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
 ) -> None:
     with ExitStack() as opened:
         first, second = entered(adapter, opened), entered(adapter, opened)
-        sent = deserialize(serialize(first._membership.state()))
-        held = digest_of(second._membership.state())
+        sent = deserialize(serialize(first._contributor.state()))
+        held = digest_of(second._contributor.state())
         assert held != digest_of(sent)
         for case, (change, words) in UNFIT.items():
             with pytest.raises(StateError, match=words):
                 adopt(second, changed(sent, change))
-            assert digest_of(second._membership.state()) == held, case
+            assert digest_of(second._contributor.state()) == held, case
         adopt(second, sent)  # nothing stands in its way
-        assert second._membership.state()["members"]["optimizers"][1]["state"]
+        assert second._contributor.state()["members"]["optimizers"][1]["state"]
 
 
 class Harmful:

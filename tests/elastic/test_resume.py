@@ -22,7 +22,7 @@ from thinwire.comm import InProcessTransport, run_members
 from thinwire.comm.in_process import wait_for
 from thinwire.elastic import DiLoCo, LocalSGD, Steps
 from thinwire.errors import ConfigError, StateError, StepError
-from thinwire.local_sgd import elastic_changes
+from thinwire.local_sgd import elastic_contributor
 from thinwire.sync.state import digest_of
 from training import flat
 
@@ -336,7 +336,7 @@ class Unequal(InTurns[Any]):
             self.clocks[member] = max(self.clocks)
 
         group.start_quorum = met  # type: ignore[method-assign]
-        with patch.object(elastic_changes, "monotonic", lambda: self.clocks[self.running]):
+        with patch.object(elastic_contributor, "monotonic", lambda: self.clocks[self.running]):
             draws = torch.Generator().manual_seed(member)
             self.running = member
             adapter = self.adapters[member] = self.kind(model, optimizer, group=group)

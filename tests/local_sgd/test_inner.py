@@ -20,7 +20,7 @@ from processes import in_each_process
 from thinwire import DiLoCo, LocalSGD, elastic
 from thinwire.algorithms import AllReduce
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.inner_optimizers import CopiesOfWeights
+from thinwire.local_sgd.inner_optimizers import check_copies
 from training import batch_of, flat, new_model, train
 
 LR = 0.05
@@ -142,15 +142,15 @@ def test_a_copy_made_later_is_refused_too(member: Member) -> None:
 
 def test_a_copy_of_zeros_is_refused_once_it_can_be_told() -> None:
     """A momentum is zero at first, too, so a model that begins with zeros tells nothing yet."""
-    parameter, copies = nn.Parameter(torch.zeros(4)), CopiesOfWeights()
+    parameter, seen = nn.Parameter(torch.zeros(4)), set[tuple[int, str, int]]()
     optimizer = Own([parameter])
     slow = optimizer.state[parameter]["slow"] = torch.zeros(4)
-    copies.check([optimizer], {id(parameter): torch.zeros(4)})
+    check_copies([optimizer], {id(parameter): torch.zeros(4)}, seen)
     with torch.no_grad():
         parameter.add_(1)
         slow.add_(0.9)
     with pytest.raises(ConfigError, match="slow"):
-        copies.check([optimizer], {id(parameter): torch.zeros(4)})
+        check_copies([optimizer], {id(parameter): torch.zeros(4)}, seen)
 
 
 @pytest.mark.parametrize("make", [Own, Prodigy, Viewing, partial(torch.optim.ASGD, t0=0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from members import NESTEROV, Member, in_each_member
 from thinwire import Streaming
 from thinwire.errors import StepError
-from thinwire.local_sgd.fragment import Averaged
-from thinwire.local_sgd.replica import Replica
+from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.saved_state import saved_outer
 from thinwire.local_sgd.schedule import Schedule
 from training import flat, new_model, refused
@@ -146,6 +146,7 @@ def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:
         last = nn.Parameter(torch.empty(3, device="cuda"))
         outer = torch.optim.SGD([last], lr=0.5, momentum=0.9)
         outer.state[last]["momentum_buffer"] = torch.empty(3, device="cuda")
-        state = saved_outer(outer, [(Averaged("weight", last, is_buffer=False), last)], Replica())
+        fragment = Mock(lasts=[(Mock(), last)])
+        state: Any = saved_outer(AveragedModel(nn.Module(), outer=outer, fragments=[fragment]))
     assert state["state"][0]["momentum_buffer"].device.type == "cpu"
     assert outer.state[last]["momentum_buffer"].device.type == "cuda"

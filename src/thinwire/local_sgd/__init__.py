@@ -12,8 +12,8 @@ optimizer.step()                    training_loop: a hook calls the averager aft
 
 `LocalSGD` (local_sgd.py) has a `StaticMembership`: a group that never changes. `elastic.LocalSGD` and
 `elastic.Steps` (elastic_members.py, steps.py) have an `ElasticMembership`: the members that are present. It
-averages the tensors of an `ElasticContributor`: a model's changes (elastic_changes.py), or one step's
-gradients. A `Group` (groups/) finds the members; a `MachineGroup` makes several processes one member.
+averages the tensors of an `ElasticContributor`: a model's changes, or one step's gradients. A `Group`
+(groups/) finds the members; a `MachineGroup` makes several processes one member.
 """
 
 from thinwire.local_sgd.local_sgd import DiLoCo, LocalSGD

@@ -17,7 +17,6 @@ from thinwire.comm import gather_bytes
 from thinwire.comm.agreement import check_same
 from thinwire.errors import AgreementError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
-from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import described_together
 from thinwire.local_sgd.inner_optimizers import InnerSettings, difference, inner_settings
 from thinwire.local_sgd.member_status import MemberStatus
@@ -52,8 +51,8 @@ class Admission:
         TryAgainError: On the other members, which try again without the refused ones.
     """
 
-    def __init__(self, group: Group, contributor: ElasticContributor, kind: str) -> None:
-        self._group, self._contributor, self._kind = group, contributor, kind
+    def __init__(self, contributor: ElasticContributor, kind: str) -> None:
+        self._group, self._contributor, self._kind = contributor.group, contributor, kind
         self._warned = ""  # the last warning about its optimizers' settings
 
     def check_number(self, statuses: Sequence[MemberStatus]) -> None:
@@ -91,7 +90,7 @@ class Admission:
         old = [rank for rank, status in enumerate(statuses) if not status.is_new]
         if len({statuses[rank].inner_settings for rank in old}) < 2:
             return
-        own = inner_settings(self._contributor.optimizers)
+        own = inner_settings(self._contributor.model.optimizers)
         data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
         everyone: list[InnerSettings] = list(map(json.loads, data))
         # The right settings are the most common ones among the members that have been here longest.

@@ -1,4 +1,4 @@
-"""The user's model: its wrapper, this process's part of it, and its averaged tensors."""
+"""The user's model: its wrapper, this process's part of it, its optimizers and its averaged tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, way_in
-from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, Fragments, fragments_of
-from thinwire.local_sgd.outer import Nesterov, Outer, new_outer
+from thinwire.local_sgd.fragment import Averaged, Fragment
+from thinwire.local_sgd.outer import Outer
 from thinwire.local_sgd.replica import Replica
-from thinwire.local_sgd.schedule import Schedule
 from thinwire.local_sgd.training_loop import LOADED, Hook
 from thinwire.sync.state import DTYPES, digest_of
 from thinwire.torch_private import non_persistent_buffers, uncompiled
@@ -39,8 +37,9 @@ class AveragedModel:
     replica: Replica = field(default_factory=Replica)  # this process's part of it
     ddp: DistributedDataParallel | None = None  # its wrapper, which may ignore some parameters
     buffers: bool = True  # whether saved floating buffers are averaged
+    optimizers: Sequence[torch.optim.Optimizer] = ()  # in step order: the steps of the last one are counted
     entered: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # see `_identities`; empty before
-    fragments: Fragments = field(default_factory=Fragments)  # empty before entry, and for gradients
+    fragments: Sequence[Fragment] = ()  # in the order in which they are averaged; none before entry
     make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # whether it holds the last average now, not its own values
@@ -50,6 +49,11 @@ class AveragedModel:
     def device(self) -> torch.device:
         """The model's device; if it is on several, that of its first averaged tensor."""
         return self.tensors()[0].tensor.device
+
+    @property
+    def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
+        """Each averaged tensor with its last average."""
+        return [pair for fragment in self.fragments for pair in fragment.lasts]
 
     def tensors(self) -> list[Averaged]:
         """Return the averaged tensors as they are now: trainable parameters, and with `buffers` saved floats.
@@ -110,25 +114,11 @@ class AveragedModel:
                 )
         return group, inner
 
-    def divide(
-        self, averaged: Sequence[Averaged], schedule: Schedule, num_members: int, algorithm: Algorithm
-    ) -> None:
-        """Divide the averaged tensors into fragments, and make the outer optimizer that steps them."""
-        make = self.make_outer
-        device = make.device if isinstance(make, Nesterov) else None  # None: the model's
-        parts = fragments_of(averaged, schedule.streaming.fragments)
-        self.fragments = Fragments(Fragment(part, device) for part in parts)
-        if make is not None:
-            lasts = {tensor.name: last for tensor, last in self.fragments.lasts}
-            # In an order that does not depend on the number of fragments, so that its state fits any number.
-            parameters = [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
-            self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
-
     @contextmanager
     @torch.inference_mode(False)
     def holding_average(self) -> Iterator[None]:
         """Make the model hold the last averages inside this context, and restore its values afterwards."""
-        lasts = self.fragments.lasts
+        lasts = self.lasts
         values = [tensor.value.clone() for tensor, _ in lasts]
         self.shows_average = True
         try:
@@ -169,14 +159,11 @@ class AveragedModel:
 
     # Weights that were changed by loading, not by a step.
 
-    @contextmanager
-    def noting_loads(self) -> Iterator[None]:
-        """Notice inside this context when weights are loaded."""
-        with ExitStack() as attached:
-            for part in self.module.modules():  # each may be loaded separately
-                register: Any = part.register_load_state_dict_pre_hook
-                attached.callback(register(Hook(self._note_load)).remove)
-            yield
+    def note_loads(self, attached: ExitStack) -> None:
+        """Notice, until `attached` is closed, when weights are loaded."""
+        for part in self.module.modules():  # each may be loaded separately
+            register: Any = part.register_load_state_dict_pre_hook
+            attached.enter_context(register(Hook(self._note_load)))
 
     def _note_load(self) -> None:
         if self.before_load is None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
@@ -20,17 +20,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
-from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, check_owned, silent_steps, with_wrapped
-from thinwire.local_sgd.membership import Membership
+from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.inner_optimizers import check_copies, check_owned, refuse_messages, with_wrapped
+from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import warn_of_momentum
 from thinwire.local_sgd.saved_state import LoadedState
-from thinwire.local_sgd.training_loop import after_each_step, warn_of_uncounted_steps
+from thinwire.local_sgd.training_loop import call_after_steps, warn_of_uncounted_steps
 from thinwire.sync import GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
 from thinwire.torch_private import closure_not_compiled, takes_step_hooks
+
+Membership: TypeAlias = StaticMembership | ElasticMembership
+"""Starts and finishes averagings with the members of a group."""
 
 # By parameter, the averager whose context was entered last. Weak keys and values, which release the model.
 _averager_of: MutableMapping[torch.Tensor, ref[Averager]] = WeakTensorKeyDictionary()
@@ -47,8 +51,8 @@ class Averager(AbstractContextManager[Any]):
     def __init__(self, contributor: ModelChanges | ElasticContributor, membership: Membership) -> None:
         super().__init__()
         self._contributor, self._membership = contributor, membership
-        self._model, self._optimizers = contributor.model, contributor.optimizers
-        self._engine = contributor.engines.main
+        self._model, self._optimizers = contributor.model, contributor.model.optimizers
+        self._engine = contributor.engine
         self.sync: GradientSync = self._model.replica.sync_of(self._engine)
         self.observers: list[Callable[[bool], None]] = []
         self._attached = ExitStack()
@@ -180,7 +184,7 @@ class ModelAverager(Averager):
     def __init__(self, changes: ModelChanges, membership: Membership, grad_scaler: GradScaler | None) -> None:
         super().__init__(changes, membership)
         self._schedule, self._grad_scaler = changes.schedule, grad_scaler
-        self._copies = CopiesOfWeights()
+        self._seen = set[tuple[int, str, int]]()  # see `check_copies`
         self._warned_for: Algorithm | None = None  # the algorithm for which the outer momentum was checked
 
     def __str__(self) -> str:
@@ -193,8 +197,8 @@ class ModelAverager(Averager):
 
     def _check_copies(self) -> None:
         """Refuse optimizers that keep copies of the weights: they would undo an average."""
-        lasts = {id(parameter.tensor): last for parameter, last in self._model.fragments.lasts}
-        self._copies.check(self._optimizers, lasts)
+        lasts = {id(parameter.tensor): last for parameter, last in self._model.lasts}
+        check_copies(self._optimizers, lasts, self._seen)
 
     def _check_momentum(self, *, stacklevel: int) -> None:
         algorithm = self._engine.algorithm
@@ -202,9 +206,8 @@ class ModelAverager(Averager):
             self._warned_for = algorithm
             warn_of_momentum(self._model.outer, algorithm, stacklevel=stacklevel + 1)
 
-    @contextmanager
-    def _in_loop(self) -> Iterator[None]:
-        """Count the steps of the user's loop inside this context."""
+    def _watch_loop(self, attached: ExitStack) -> None:
+        """Count the steps of the user's loop until `attached` is closed."""
         stepped = [list(filter(takes_step_hooks, with_wrapped(optimizer))) for optimizer in self._optimizers]
         optimizers, owned = list(chain(*stepped)), set(map(id, self.module.parameters()))
 
@@ -217,16 +220,12 @@ class ModelAverager(Averager):
                 raise
             self._model.check_loads()
 
-        with ExitStack() as attached:
-            for optimizer in optimizers:
-                attached.callback(optimizer.register_step_pre_hook(check).remove)
-            attached.enter_context(self._model.noting_loads())
-            attached.enter_context(silent_steps(optimizers, self._engine.transport))
-            attached.enter_context(
-                warn_of_uncounted_steps(owned, optimizers, lambda: self._contributor.steps_here)
-            )
-            attached.enter_context(after_each_step(stepped[-1], self._grad_scaler, self._after_own_step))
-            yield
+        for optimizer in optimizers:
+            attached.enter_context(optimizer.register_step_pre_hook(check))
+        self._model.note_loads(attached)
+        refuse_messages(optimizers, self._engine.transport, attached)
+        warn_of_uncounted_steps(owned, optimizers, lambda: self._contributor.steps_here, attached)
+        call_after_steps(self._after_own_step, stepped[-1], self._grad_scaler, attached)
 
     def _after_own_step(self) -> None:
         """Count a step that the optimizer, or the scaler, has attempted."""
@@ -247,9 +246,6 @@ class ModelAverager(Averager):
         if membership.is_open and contributor.age >= schedule.streaming.delay_steps:
             with self._collective("a step"):
                 membership.finish()
-        elif membership.is_behind:
-            with self._collective("a step"):
-                membership.advance()
         if not membership.is_open and contributor.is_due():
             with self._collective("a step"):
                 membership.start()

@@ -6,10 +6,9 @@ import copy
 import signal
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -22,18 +21,16 @@ from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import Averager, ModelAverager
-from thinwire.local_sgd.elastic_changes import ElasticChanges
-from thinwire.local_sgd.elastic_contributor import ElasticContributor
+from thinwire.local_sgd.elastic_contributor import ElasticChanges, ElasticContributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import MachineGroup
 from thinwire.local_sgd.groups.state_transfer import plain
+from thinwire.local_sgd.groups.torchft_group import TorchftGroup
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
-from thinwire.local_sgd.membership_stats import MembershipStats
+from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.replica import Replica
-from thinwire.local_sgd.saved_state import members_of
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
 from thinwire.sync.precision import full_precision
 
@@ -85,30 +82,32 @@ class Member(Averager):
             attached.callback(membership.leave)
             if self._loaded is not None:
                 self._contributor.start_from(self._loaded)
-                members = members_of(self._loaded)
-                membership.resume_at(members["lineage"], members["commits"])
+                membership.resume()
                 self._loaded = None
             self._model.enter(self._model.tensors())
             # If a state can't be sent, fail now, before training; the first newcomer would stop all members.
-            plain(membership.state())
+            plain(self._contributor.state())
             attached.callback(setattr, self, "_is_inside", False)
             # Callbacks run in reverse: SIGTERM gets its old handler back first, so a SIGTERM while the group
             # is left ends the process.
             in_main_thread = threading.current_thread() is threading.main_thread()
             if membership.group.leaves_on_sigterm and in_main_thread:
-                attached.enter_context(_on_sigterm(self.leave))
+                previous = signal.signal(signal.SIGTERM, lambda number, frame: self.leave())
+                # None is a handler that was not installed from Python; Python can't restore it.
+                restored = signal.SIG_DFL if previous is None else previous
+                attached.callback(signal.signal, signal.SIGTERM, restored)
             # A member that is asked to leave while it waits here has left: its first step raises, and ends
             # the loop as usual.
             with suppress(LeftError), full_precision(self._model.device):
                 membership.average()
             self._is_inside = True
-            attached.enter_context(self._in_loop())
+            self._watch_loop(attached)
             self._attached = attached.pop_all()
         return self
 
     @abstractmethod
-    def _in_loop(self) -> AbstractContextManager[None]:
-        """Watch the user's loop inside this context."""
+    def _watch_loop(self, attached: ExitStack) -> None:
+        """Watch the user's loop until `attached` is closed."""
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +125,7 @@ class Member(Averager):
         """
         self._check_inside("state_dict()")
         with full_precision(self._model.device):
-            state: dict[str, Any] = plain(self._membership.state(self._membership.save()))
+            state: dict[str, Any] = plain(self._contributor.state(self._membership.save()))
         return copy.deepcopy(state)
 
     @torch.inference_mode(False)
@@ -215,14 +214,11 @@ class LocalSGD(ModelAverager, Member):
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
         schedule.check_gradient_settings(grad_scaler)
-        averaged, optimizers, group = prepare_member(
+        averaged, group = prepare_member(
             model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
-        # If each process has a part, a mean is finite only if all parts are.
-        health_group = group.inside if group.has_parts else None
-        engines = engines_of(averaged, schedule, algorithm, group.transport, health_group)
-        changes = ElasticChanges(averaged, schedule, engines, optimizers, group)
-        super().__init__(changes, ElasticMembership(group, changes, type(self).__name__), grad_scaler)
+        changes = ElasticChanges(averaged, schedule, algorithm, group)
+        super().__init__(changes, ElasticMembership(changes, type(self).__name__), grad_scaler)
 
     def __str__(self) -> str:
         return f"elastic.{super().__str__()}"
@@ -242,8 +238,7 @@ class LocalSGD(ModelAverager, Member):
                 'count_work() needs a group with weigh_by="work"; in this group all steps count the same'
             )
         self._check_inside("count_work()")
-        added = float(number("amount", amount, minimum=0))
-        self._contributor.count_work(added)
+        self._contributor.count_work(float(number("amount", amount, minimum=0)))
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
@@ -251,7 +246,7 @@ class LocalSGD(ModelAverager, Member):
         if not model.entered:
             self._check_copies()
             # The number of members is not known yet: a learning rate for it is chosen at every averaging.
-            model.divide(model.tensors(), self._schedule, 1, self._engine.algorithm)
+            self._contributor.divide(model.tensors(), 1)
             for fragment in model.fragments:
                 fragment.set_last()
             self._check_momentum(stacklevel=3)
@@ -326,7 +321,7 @@ class DiLoCo(LocalSGD):
 
 def prepare_member(
     model: nn.Module, optimizer: Optimizers, group: Group | None, *, buffers: bool, outer: Outer | None = None
-) -> tuple[AveragedModel, tuple[torch.optim.Optimizer, ...], Group]:
+) -> tuple[AveragedModel, Group]:
     """Check a member's model and optimizers; return them, and the member's end of the group."""
     module, ddp = unwrapped(model)
     if group is None:
@@ -340,21 +335,18 @@ def prepare_member(
             f"this member has {num_processes} processes but the model spans {spanned}. Pass its DDP model or "
             "one of DTensors, and call init_process_group() for the member's processes only (docs/elastic.md)"
         )
-    if group is None:
-        # Imported here: torchft is an extra that other kinds of groups don't need.
-        from thinwire.local_sgd.groups.torchft_group import TorchftGroup  # noqa: PLC0415
-
-        group = TorchftGroup()
+    group = TorchftGroup() if group is None else group
     replica = Replica()
     if group.inside.size > 1:
         group = MachineGroup(group, has_parts=ddp is None)
         if ddp is None:
-            replica = replica_of(module, group.transport, has_subgroup=False)
+            parts = replica_of(module, group.transport, has_subgroup=False)
+            replica = replace(parts, inside=group.inside)  # if a message inside fails, the member ends
     averaged = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
     tensors = averaged.tensors()
-    optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
+    averaged.optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
     if group.send_optimizer:
-        stepped = {id(parameter) for inner in optimizers for parameter in parameters_of(inner)}
+        stepped = {id(parameter) for inner in averaged.optimizers for parameter in parameters_of(inner)}
         others = [it.name for it in tensors if not it.is_buffer and id(it.tensor) not in stepped]
         if others:
             raise ConfigError(
@@ -362,19 +354,4 @@ def prepare_member(
                 "optimizers, so a member that joins would not receive their state; pass every optimizer, or "
                 "freeze them"
             )
-    return averaged, optimizers, group
-
-
-@contextmanager
-def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` on SIGTERM inside this context."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        leave()
-
-    previous = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        # None is a handler that was not installed from Python; Python can't restore it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+    return averaged, group

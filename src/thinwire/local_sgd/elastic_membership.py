@@ -23,19 +23,17 @@ from thinwire.local_sgd.admission import (
     kept_lineage,
     next_lineage,
 )
-from thinwire.local_sgd.elastic_contributor import ElasticContributor
-from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
 from thinwire.local_sgd.groups.machine_group import (
     BrokenMemberError,
     in_all_processes,
     reduced_over_local_processes,
 )
 from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
-from thinwire.local_sgd.inner_optimizers import digest, inner_settings
-from thinwire.local_sgd.member_status import MemberStatus, StatusGather
-from thinwire.local_sgd.membership import Membership
-from thinwire.local_sgd.membership_stats import MembershipStats
-from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.local_sgd.inner_optimizers import inner_settings
+from thinwire.local_sgd.member_status import MembershipStats, MemberStatus, StatusGather
+from thinwire.local_sgd.pending_average import PendingAverage, are_finite
+from thinwire.sync.state import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ class _Averaging(NamedTuple):
             self.pending.abandon()
 
 
-class ElasticMembership(Membership):
+class ElasticMembership:
     """Averages with all present members, repeatedly if it fails; keeps track of the members.
 
     All members commit an averaging, or none does. Its last message says that every member has received
@@ -63,37 +61,40 @@ class ElasticMembership(Membership):
     those who stay multiply their residual by new over old number, so that the mean stays the same.
     """
 
-    def __init__(self, group: Group, contributor: ElasticContributor, kind: str) -> None:
-        self.group, self._contributor = group, contributor
+    has_left = False
+
+    def __init__(self, contributor: ElasticContributor, kind: str) -> None:
+        self.group, self._contributor = contributor.group, contributor
         self.stats = MembershipStats()
         self.is_leaving = False  # may be set: whether to leave after the next averaging
-        # The committed averagings behind the model: a digest, and their number. Newcomers receive both.
-        self.lineage = self.commits = 0
         self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
-        self._admission = Admission(group, contributor, kind)
+        self._admission = Admission(contributor, kind)
         self._member = self._draw_number()
         # The number of members over which this residual is averaged; 0 for members that resume together.
         self._residual_members = 1
         self._agreed_changes = 0
+        # This member's values for the next averaging, from the gathering of statuses until they are sent.
+        self._known: Values = {}
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
         self._is_saving = False
         self._saved: dict[str, Any] | None = None
-        group.provide = self._provided
-        group.is_leaving = lambda: self.is_leaving
+        self.group.provide = self._provided
+        self.group.is_leaving = lambda: self.is_leaving
 
     @property
     def is_open(self) -> bool:
+        """Whether an averaging was started and not finished."""
         return self._open is not None
 
     def start(self) -> None:
-        if self.has_left:
-            raise LeftError("this member has left the group; start the process again to rejoin")
+        """Find the members, gather their statuses, and send the first messages. Collective."""
         if self.stats.averagings == 1:
-            plain(self.state())  # check again: optimizers create their state in the first step
+            plain(self._contributor.state())  # check again: optimizers create their state in the first step
         self._repeated(self._start)
 
     def finish(self) -> None:
+        """Wait for the means, and commit them on all members. Collective."""
         self._repeated(self._finish)
         # Use the flag that the others have read: a member asked to leave later has not handed over anything.
         if self.statuses[self.group.control.rank].is_leaving:
@@ -101,6 +102,9 @@ class ElasticMembership(Membership):
             raise LeftError(
                 "this member has left the group, after it handed its unsent changes to the others"
             )
+
+    def abandon(self) -> None:
+        """Keep an averaging that was started: the next `finish` continues it."""
 
     def average(self) -> None:
         """Average once with all members. Collective."""
@@ -117,14 +121,10 @@ class ElasticMembership(Membership):
         finally:
             self._is_saving = False
 
-    def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return `Contributor.state` with this lineage."""
-        return self._contributor.state(self.lineage, self.commits, sync)
-
-    def resume_at(self, lineage: int, commits: int) -> None:
-        """Set lineage and commits to those of a saved state, which other members may have loaded too."""
-        self.lineage, self.commits, self._residual_members = lineage, commits, 0
-        self.group.reset(commits)
+    def resume(self) -> None:
+        """Continue from a saved state that the contributor has loaded, and other members may have, too."""
+        self._residual_members = 0
+        self.group.reset(self._contributor.commits)
 
     def leave(self) -> None:
         """Leave immediately. A residual that has not been handed over is lost."""
@@ -174,14 +174,15 @@ class ElasticMembership(Membership):
     def _start(self) -> None:
         group, contributor = self.group, self._contributor
         statuses = self._gather_members()
-        lineage = next_lineage(self.lineage, group.quorum_id, statuses)
+        known, self._known = self._known, {}
+        lineage = next_lineage(contributor.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
         pending = None
         if total:
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
             is_last = all(status.is_leaving for status in statuses)
-            pending = in_all_processes(lambda: contributor.start(scale, step, is_last=is_last), group)
+            pending = in_all_processes(lambda: contributor.start(known, scale, step, is_last=is_last), group)
         self._open = _Averaging(pending, lineage, statuses)
 
     def _finish(self) -> None:
@@ -191,19 +192,17 @@ class ElasticMembership(Membership):
         opened, self._open = self._open, None
         try:
             if opened.pending is not None:
-                engine = self._contributor.engines.main
+                engine = self._contributor.engine
                 with engine.clock.inside(engine.traffic):
                     in_all_processes(opened.pending.receive, self.group)
-            purpose = "whether all have received everything"
-            try:
-                gather_numbers([1.0], self.group.control, purpose)
-            except CommunicationError:
-                # Don't abandon it: another member may have received this message, and committed.
-                self._doubt = opened
-                raise
         except BaseException:
-            if self._doubt is None:
-                opened.abandon()
+            opened.abandon()
+            raise
+        try:
+            gather_numbers([1.0], self.group.control, "whether all have received everything")
+        except BaseException:
+            # Don't abandon it: another member may have received this message, and committed.
+            self._doubt = opened
             raise
         # No message is sent between the last one and the commit. The hand-over comes after the commit, so
         # that its failure undoes nothing.
@@ -213,20 +212,20 @@ class ElasticMembership(Membership):
         # Leaving members have handed over their residual, and saving would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = in_all_processes(self._contributor.engine.state_dict, self.group)
+            self._saved = in_all_processes(self._contributor.next_engine.state_dict, self.group)
 
     def _commit(self, averaging: _Averaging) -> None:
-        pending, statuses = averaging.pending, averaging.statuses
+        contributor, pending, statuses = self._contributor, averaging.pending, averaging.statuses
         if pending is not None:
             pending.wait()  # first: it raises if a mean is not finite, and then nothing has changed
-        self.lineage = averaging.lineage
-        self.commits += 1
+        contributor.lineage = averaging.lineage
+        contributor.commits += 1
         if pending is None:
             # While a member joins or saves, this is fine: members contribute next time.
             may_be_empty = any(status.is_new or status.is_saving for status in statuses)
-            self._contributor.commit_empty(may_be_empty=may_be_empty)
+            contributor.commit_empty(may_be_empty=may_be_empty)
         else:
-            self._contributor.commit(pending, max(status.step for status in statuses), len(statuses))
+            contributor.commit(pending, max(status.step for status in statuses), len(statuses))
             self.stats.averagings += 1
         self.stats.count(self.statuses, statuses)
         self.statuses = statuses
@@ -235,7 +234,7 @@ class ElasticMembership(Membership):
         """Add the residuals of leaving members, in equal parts, to those of the members that stay."""
         stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
         leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
-        errors, transport = self._contributor.engine.state.memory[ERROR], self.group.transport
+        errors, transport = self._contributor.next_engine.state.memory[ERROR], self.group.transport
         # All members have residuals for the same parameters.
         names = sorted(errors)
         if not stayers or not names:
@@ -308,20 +307,21 @@ class ElasticMembership(Membership):
 
     def _gather_statuses(self) -> tuple[MemberStatus, ...]:
         group, contributor = self.group, self._contributor
-        contribution, is_new = contributor.contribution(), group.received is not None
+        weight, self._known = contributor.contribution()
+        is_new = group.received is not None
         own = MemberStatus(
             step=0 if is_new else contributor.steps,
-            weight=0.0 if is_new else contribution.weight,
-            is_finite=contribution.is_finite,
+            weight=0.0 if is_new else weight,
+            is_finite=are_finite(self._known),
             is_leaving=self.is_leaving,
             is_new=is_new,
             is_saving=self._is_saving,
             member=self._member,
-            lineage=self.lineage if group.received is None else lineage_of(group.received),
+            lineage=contributor.lineage if group.received is None else lineage_of(group.received),
             doubt=0 if self._doubt is None else self._doubt.lineage,
             min_members=group.min_members,
-            error_norm=contributor.engine.state.error_norm(),
-            inner_settings=digest(inner_settings(contributor.optimizers)),
+            error_norm=contributor.next_engine.state.error_norm(),
+            inner_settings=digest_of(inner_settings(contributor.model.optimizers)),
             averagings=self.stats.averagings,
         )
         own = reduced_over_local_processes(own, group)
@@ -340,24 +340,22 @@ class ElasticMembership(Membership):
             self._load(group.received)
         # Members that resume from a state each have its mean residual; a newcomer has none.
         before = self._residual_members or sum(not is_new for is_new in are_new)
-        engines = self._contributor.engines
-        for engine in {engines.main, engines.warmup}:
+        for engine in {self._contributor.engine, self._contributor.engine_after(0)}:
             engine.regroup(group.control.size / before)
         self._residual_members = group.control.size
 
     def _load(self, received: Mapping[str, Any]) -> None:
         """Start from a state that the others have sent."""
         contributor = self._contributor
-        lost = contributor.engine.state.error_norm()
+        lost = contributor.next_engine.state.error_norm()
         # If a run resumes, the members that continued before this one have its residual.
-        if self.lineage and self._residual_members:
+        if contributor.lineage and self._residual_members:
             loss = f", and its residual of norm {lost:g} is lost" if lost else ""
             logger.warning("this member was away, so it restarts from the others' state%s", loss)
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
-        self.lineage, self.commits = lineage_of(received), received["members"]["commits"]
         self._residual_members = self.group.control.size
-        self.statuses, self.group.received = (), None
+        self.statuses, self.group.received, self._known = (), None, {}
 
     def _start_over(self) -> None:
         """Let the next quorum send this member the others' state, in place of one already received."""
@@ -371,7 +369,7 @@ class ElasticMembership(Membership):
             # This runs on a torchft thread, whose stream does not wait for the training stream.
             torch.accelerator.synchronize(device)
         # Send the state it is about to load: its own model is not shared yet.
-        return self.state() if self.group.received is None else self.group.received
+        return self._contributor.state() if self.group.received is None else self.group.received
 
     def _resolve_doubt(self, kept: int) -> None:
         """Commit the averaging in doubt if all continue from it, and else drop it."""

@@ -153,15 +153,6 @@ class Fragment(Buckets):
             tensor.value.copy_(last)
 
 
-class Fragments(tuple[Fragment, ...]):
-    """All fragments of a model, in the order in which they are averaged."""
-
-    @property
-    def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
-        """Each averaged tensor with its last average."""
-        return [pair for fragment in self for pair in fragment.lasts]
-
-
 def layer_of(name: str) -> str:
     """Return the layer of a parameter or buffer: the outermost numbered block, or else its module.
 
@@ -174,11 +165,6 @@ def layer_of(name: str) -> str:
     if numbered is not None and numbered < len(parts) - 1:
         return ".".join(parts[: numbered + 1])
     return name.rpartition(".")[0] or name
-
-
-def layouts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tuple[ParameterSpec, ...]]]:
-    """Return the buckets of each fragment."""
-    return [Buckets(part).layout for part in fragments_of(averaged, num_fragments)]
 
 
 def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[Averaged]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib import import_module
 from itertools import chain
 from typing import Any, TypeAlias
@@ -104,9 +102,10 @@ def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigErr
     )
 
 
-@contextmanager
-def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transport) -> Iterator[None]:
-    """Refuse an optimizer that communicates, in its first step inside this context.
+def refuse_messages(
+    optimizers: Sequence[torch.optim.Optimizer], transport: Transport, attached: ExitStack
+) -> None:
+    """Refuse an optimizer that communicates, in its first step before `attached` is closed.
 
     Some gather each process's results (Muon), and have no attribute that shows it.
     """
@@ -127,49 +126,46 @@ def silent_steps(optimizers: Sequence[torch.optim.Optimizer], transport: Transpo
         if count is not None and num_messages(group) != count:
             raise _communicates(optimizer)
 
-    with ExitStack() as attached:
-        for optimizer in optimizers if group is not None else ():
-            attached.callback(optimizer.register_step_pre_hook(before).remove)
-            attached.callback(optimizer.register_step_post_hook(after).remove)
-        yield
+    for optimizer in optimizers if group is not None else ():
+        attached.enter_context(optimizer.register_step_pre_hook(before))
+        attached.enter_context(optimizer.register_step_post_hook(after))
 
 
 # Copies of the weights.
 
 
-class CopiesOfWeights:
-    """Finds copies of the weights in optimizers' states: they would undo an average in the next step.
+def check_copies(
+    optimizers: Sequence[torch.optim.Optimizer],
+    lasts: Mapping[int, torch.Tensor],
+    seen: set[tuple[int, str, int]],
+) -> None:
+    """Refuse optimizers whose states have copies of the weights: they would undo an average in the next step.
 
-    Schedule-free's z, Lookahead's slow weights, MADGRAD's x0, and fp32 weights behind a 16-bit model.
+    Schedule-free's z, Lookahead's slow weights, MADGRAD's x0, and fp32 weights behind a 16-bit model; or
+    copies of `lasts`, which maps a parameter's `id` to its last average. States that are none are added to
+    `seen`: (optimizer, where, parameter).
+
+    Cost: a few passes over state that is new since the last call, and a host synchronisation; else none.
     """
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, str, int]] = set()  # optimizer, where, parameter
-
-    def check(self, optimizers: Sequence[torch.optim.Optimizer], lasts: Mapping[int, torch.Tensor]) -> None:
-        """Refuse copies of the weights or of `lasts`, which maps a parameter's `id` to its last average.
-
-        Cost: a few passes over state that is new since the last call, and a host synchronisation; else none.
-        """
-        for optimizer in optimizers:
-            if type(optimizer).__module__.startswith("torch.optim"):
-                continue  # torch's optimizers keep no copies that they restore
-            new = defaultdict(list)
-            for where, parameter, tensor in _states_of(optimizer):
-                if (id(optimizer), where, id(parameter)) not in self._seen:
-                    new[where].append((tensor, parameter))
-            for where, pairs in new.items():
-                averaged = [(tensor, lasts[id(p)]) for tensor, p in pairs if id(p) in lasts]
-                distances = [_distance(pairs), _distance(averaged or pairs)]
-                # Weights that are all zero don't show it yet: momentum also starts at zero.
-                if math.inf not in distances:
-                    self._seen |= {(id(optimizer), where, id(parameter)) for _, parameter in pairs}
-                if min(distances) < MAX_DISTANCE:
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
-                        "next step would undo the average; pass an optimizer without one (for 16-bit "
-                        "weights: an fp32 model with torch.autocast), or use thinwire.attach"
-                    )
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("torch.optim"):
+            continue  # torch's optimizers keep no copies that they restore
+        new = defaultdict(list)
+        for where, parameter, tensor in _states_of(optimizer):
+            if (id(optimizer), where, id(parameter)) not in seen:
+                new[where].append((tensor, parameter))
+        for where, pairs in new.items():
+            averaged = [(tensor, lasts[id(p)]) for tensor, p in pairs if id(p) in lasts]
+            distances = [_distance(pairs), _distance(averaged or pairs)]
+            # Weights that are all zero don't show it yet: momentum also starts at zero.
+            if math.inf not in distances:
+                seen |= {(id(optimizer), where, id(parameter)) for _, parameter in pairs}
+            if min(distances) < MAX_DISTANCE:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps a copy of the weights in {where}, from which its "
+                    "next step would undo the average; pass an optimizer without one (for 16-bit "
+                    "weights: an fp32 model with torch.autocast), or use thinwire.attach"
+                )
 
 
 def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -258,11 +254,6 @@ def inner_settings(optimizers: Sequence[torch.optim.Optimizer]) -> InnerSettings
     return settings
 
 
-def digest(settings: InnerSettings) -> int:
-    """Return a CRC-32 of settings, which a float64 holds."""
-    return zlib.crc32(json.dumps(settings).encode())
-
-
 def difference(own: InnerSettings, others: InnerSettings) -> str:
     """Describe the first setting that differs, with both values; empty if none does."""
     for name in sorted({*own, *others}, key=lambda name: not name.startswith("lr ")):
@@ -283,18 +274,8 @@ def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
     return sharded
 
 
-def state_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state; for sharded parameters, that of this process's shards."""
-    state = optimizer.state_dict()
-    held = {
-        number: {key: local_tensor(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
-        for number, of_one in state["state"].items()
-    }
-    return {**state, "state": held}
-
-
 def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
-    """Load states as returned by `state_of_shards`: into all optimizers, or none."""
+    """Load states, for sharded parameters those of this process's shards, into all optimizers or none."""
     if len(states) != len(optimizers):
         raise StateError(
             f"the state has {len(states)} optimizers, expected {len(optimizers)}; start the same script as "

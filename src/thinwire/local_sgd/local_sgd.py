@@ -22,7 +22,6 @@ from thinwire.comm.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import ModelAverager
-from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.fragment import fragments_of
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.membership import StaticMembership
@@ -132,19 +131,18 @@ class LocalSGD(ModelAverager, Joinable):
         schedule.check_gradient_settings(grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
         averaged = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers, make_outer=outer)
-        optimizers = checked_optimizers(optimizer, averaged.tensors(), module, is_sharded=replica.is_sharded)
+        tensors = averaged.tensors()
+        averaged.optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
         group, within = averaged.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        engines = engines_of(averaged, schedule, algorithm, group, replica.shards, within)
-        changes = ModelChanges(averaged, schedule, engines, optimizers)
-        averaging_within = engines.subgroup if schedule.averages_within else None
-        super().__init__(changes, StaticMembership(changes, averaging_within), grad_scaler)
+        changes = ModelChanges(averaged, schedule, algorithm, group, within)
+        super().__init__(changes, StaticMembership(changes), grad_scaler)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
         """Give all processes the first one's model, unless a state was loaded. Collective."""
-        model, engines, membership = self._model, self._contributor.engines, self._membership
+        model, changes, membership = self._model, self._contributor, self._membership
         if model.entered:
             raise StepError(
                 "this LocalSGD was already entered; create a new one, and pass on its state with "
@@ -152,11 +150,11 @@ class LocalSGD(ModelAverager, Joinable):
             )
         self._refuse_nested()
         self._check_copies()  # before models are made equal: each copy is of its process's own model
-        averaged, group = model.tensors(), engines.main.transport
+        averaged, group, subgroup = model.tensors(), self._engine.transport, changes.subgroup_engine
         # Check the models first: different shapes could not even be divided the same way.
         membership.check_models(averaged, type(self).__name__)
-        num_members = group.size // (1 if engines.subgroup is None else engines.subgroup.transport.size)
-        model.divide(averaged, self._schedule, num_members, self._engine.algorithm)
+        num_members = group.size // (1 if subgroup is None else subgroup.transport.size)
+        changes.divide(averaged, num_members)
         # Before the first message, all must know whether they start, which is collective, or resume.
         membership.agree_on_settings(self._loaded)
         if self._loaded is None:
@@ -170,19 +168,20 @@ class LocalSGD(ModelAverager, Joinable):
         self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
             # If any of these raises, those before it are removed.
-            attached.enter_context(self._in_loop())
-            if model.ddp is None:
+            self._watch_loop(attached)
+            if (ddp := model.ddp) is None:
                 attached.enter_context(averaging_model(self, model.module, group))
-                attached.enter_context(warn_of_ddp(model.module, group))
+                warn_of_ddp(model.module, group, attached)
             else:
-                ddp = model.ddp
-                adapters = {"group": DDPAdapter(engines.warmup, ddp)}
-                if engines.subgroup is not None:
-                    adapters["subgroup"] = DDPAdapter(engines.subgroup, ddp)
+                adapters = {"group": DDPAdapter(changes.warmup_engine, ddp)}
+                if subgroup is not None:
+                    adapters["subgroup"] = DDPAdapter(subgroup, ddp)
                 switch = switched(
                     ddp, lambda: adapters.get(self._schedule.gradients_in(self.steps)), taken_by="LocalSGD"
                 )
                 attached.callback(switch.free)
+            attached.callback(setattr, self, "_is_inside", False)
+            attached.callback(membership.abandon)  # after an exception nobody waits for the pending average
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
@@ -193,15 +192,10 @@ class LocalSGD(ModelAverager, Joinable):
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Average what is left, unless an exception was raised, and remove all hooks."""
-        try:
+        with self._attached:
             # After an exception other processes may be anywhere: collectives would not match.
             if kind is None:
                 self.average()
-        finally:
-            # After an average nothing is pending; after an exception nobody waits for the pending average.
-            self._membership.abandon()
-            self._is_inside = False
-            self._attached.close()
 
     def average(self) -> None:
         """Average over the group now, for example before an evaluation or a checkpoint. Collective.
@@ -231,6 +225,9 @@ class LocalSGD(ModelAverager, Joinable):
             with self._collective("a step"):
                 self._membership.average_within()
         super()._average_if_due()
+        if num_rounds := self._membership.rounds_due:
+            with self._collective("a step"):
+                self._membership.advance(num_rounds)
         self._contributor.end_warmup()
 
     # Uneven inputs: see thinwire.join.
@@ -327,9 +324,9 @@ class LocalSGD(ModelAverager, Joinable):
             ),
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
-            outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
+            outer=saved_outer(model),
             # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
-            warmup=self._contributor.engines.warmup.state_dict()
+            warmup=self._contributor.warmup_engine.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps
             else None,
         )
@@ -361,7 +358,7 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
-        warm_engine = self._contributor.engines.warmup
+        warm_engine = self._contributor.warmup_engine
         warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
         # This may raise, so nothing is changed before it.
         self.sync.load_state_dict(loaded.sync)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 from thinwire.comm import Transport, agree, gather_numbers
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
-from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
+from thinwire.local_sgd.fragment import Averaged, Fragment
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather, check_alike
 from thinwire.local_sgd.model_changes import Changes, ModelChanges
 from thinwire.local_sgd.outer import settings_digest
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.saved_state import LoadedState, load_fragments
-from thinwire.sync import Engine
 from thinwire.sync.state import digest_of
 
 logger = logging.getLogger(__name__)
@@ -26,51 +24,21 @@ logger = logging.getLogger(__name__)
 LOADED_STATE = "loaded state"
 
 
-class Membership(ABC):
-    """Averages a contributor's tensors over the members of a group: at most one average is pending.
+class StaticMembership:
+    """Averages with fixed members: as scheduled, on request (`average_all`) and within subgroups.
 
-    1. `start` finds the members, gathers their statuses, and sends the first messages.
-    2. `advance`, while training continues, sends the next rounds, if the algorithm has several.
-    3. `finish` waits for the means, and the contributor commits them.
+    At most one average is pending. All members raise the same error: `StepError` if they are at different
+    steps or one has parameters that are not finite, `CommunicationError` if a collective failed.
     """
 
     has_left = False
 
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether an averaging was started and not finished."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether more rounds of the pending averaging are due than have been sent."""
-        return False
-
-    @abstractmethod
-    def start(self) -> None: ...
-
-    def advance(self) -> None:  # noqa: B027 - most memberships send all rounds in `finish`
-        """Send the rounds of the pending averaging that are due. Collective."""
-
-    @abstractmethod
-    def finish(self) -> None: ...
-
-    def abandon(self) -> None:  # noqa: B027 - as above
-        """Drop the pending average: its changes are sent again at their next turn."""
-
-
-class StaticMembership(Membership):
-    """Averages with fixed members: as scheduled, on request (`average_all`) and within subgroups.
-
-    All members raise the same error: `StepError` if they are at different steps or one has parameters that
-    are not finite, `CommunicationError` if a collective failed.
-    """
-
-    def __init__(self, changes: ModelChanges, subgroup: Engine | None) -> None:
+    def __init__(self, changes: ModelChanges) -> None:
         self._contributor = changes
-        self._transport = changes.engines.main.transport
+        self._transport = changes.engine.transport
         self._shards = changes.model.replica.shards
-        self.subgroup = subgroup
+        # Averages the models within the subgroup, if there is one. (Of a DDP model, gradients are averaged.)
+        self._subgroup = changes.subgroup_engine if changes.schedule.averages_within else None
         self.divides_by_contributors = False  # by the members that have made steps, not by all
         self.pending: PendingAverage[Fragment] | None = None
         self._unread: list[StatusGather] = []  # in the order of gathering
@@ -79,7 +47,7 @@ class StaticMembership(Membership):
 
     def check_models(self, averaged: Sequence[Averaged], name: str) -> None:
         """Raise on all processes if models differ, or have changed since this was made."""
-        engine = self._contributor.engines.main
+        engine = self._contributor.engine
         self._agree({}, lambda: engine.agree(averaged[0].value.device))
         # The engine's plan is for the parameters that were trained when this was made. Messages of different
         # lengths would crash the process; with equal lengths, different parameters would be averaged.
@@ -98,9 +66,9 @@ class StaticMembership(Membership):
 
     def _agree(self, described: dict[str, str], action: Callable[[], None] | None = None) -> None:
         replica, group, purpose = self._contributor.model.replica, self._transport, "entering LocalSGD"
-        algorithm = repr(self._contributor.engines.main.algorithm)
+        algorithm = repr(self._contributor.engine.algorithm)
         of_shard = {"replica": f"{group.rank} of {group.size}", "algorithm": algorithm, **described}
-        if replica.saves_parts:  # each process has loaded its own part
+        if not replica.pieces:  # each process has loaded its own part
             of_shard.pop(LOADED_STATE, None)
         action = action or (lambda: agree(group, described, purpose))
         alike_on_all_shards(replica.inside, purpose, lambda: of_shard, action)
@@ -126,20 +94,20 @@ class StaticMembership(Membership):
 
     @property
     def is_open(self) -> bool:
+        """Whether an averaging was started and not finished."""
         return self.pending is not None
 
     def start(self) -> None:
+        """Gather the members' statuses, and send the first messages. Collective."""
         contributor = self._contributor
         is_delayed = contributor.schedule.is_delayed(contributor.steps)
         changes = contributor.changes_of(contributor.due_fragments())
         self._gather_status(weight=self._weight, is_finite=are_finite(changes, self._shards))
-        statuses: tuple[MemberStatus, ...] = ()
         # Read the statuses before waiting for changes, which a member at a different step does not send. A
-        # delayed average waits for none yet: `_advance` reads its statuses, unless the engine's comparison,
+        # delayed average waits for none yet: `advance` reads its statuses, unless the engine's comparison,
         # which blocks, comes first.
-        if not is_delayed or not contributor.engines.main.buckets.has_agreed:
-            statuses = self._read()
-        self._send(changes, statuses, is_delayed=is_delayed)
+        reads_later = is_delayed and contributor.engine.buckets.has_agreed
+        self._send(changes, () if reads_later else self._read(), is_delayed=is_delayed)
 
     def _send(self, changes: Changes, statuses: Sequence[MemberStatus], *, is_delayed: bool = False) -> None:
         # All weights are 1 if the statuses are not read yet: contributors are not counted with a delay.
@@ -153,21 +121,15 @@ class StaticMembership(Membership):
         return float(not self.divides_by_contributors or self._contributor.fragments[0].work > 0)
 
     @property
-    def _rounds_due(self) -> int:
-        """How many rounds of the pending averaging must have been sent by now."""
-        assert self.pending is not None
+    def rounds_due(self) -> int:
+        """How many rounds of the pending averaging must have been sent by now; 0 if they have been."""
+        if self.pending is None or self.pending.is_done:
+            return 0
         (fragment,) = self.pending.changes  # a delayed average has one fragment
-        return self._contributor.schedule.rounds_sent(self._contributor.age, fragment.num_rounds)
+        due = self._contributor.schedule.rounds_sent(self._contributor.age, fragment.num_rounds)
+        return due if due > self.pending.num_rounds else 0
 
-    @property
-    def is_behind(self) -> bool:
-        pending = self.pending
-        return pending is not None and not pending.is_done and pending.num_rounds < self._rounds_due
-
-    def advance(self) -> None:
-        self._advance(self._rounds_due)
-
-    def _advance(self, num_rounds: float) -> None:
+    def advance(self, num_rounds: float) -> None:
         """Send the next round of the pending averaging, and more until this many were sent or all arrived."""
         pending = self.pending
         assert pending is not None
@@ -191,13 +153,14 @@ class StaticMembership(Membership):
         pending = self.pending
         if pending is None or pending.is_done:
             return
-        self._advance(math.inf)
+        self.advance(math.inf)
         pending.wait()
         # The number of rounds is known only now; the next averaging spreads them over the delay.
         for fragment in pending.changes:
             fragment.num_rounds = pending.num_rounds
 
     def finish(self) -> None:
+        """Wait for the means, and apply them. Collective."""
         self._wait()
         # Only now: if anything above raised, the pending average must still be abandoned.
         pending, self.pending = self.pending, None
@@ -205,6 +168,7 @@ class StaticMembership(Membership):
         self._contributor.apply(pending.changes, self._contributor.sent_at)
 
     def abandon(self) -> None:
+        """Drop the pending average: its changes are sent again at their next turn."""
         if self.pending is not None:
             self.pending.abandon()
         self.pending, self._unread = None, []
@@ -220,12 +184,12 @@ class StaticMembership(Membership):
         fragments, step = contributor.fragments, contributor.steps
         changes = contributor.changes_of(fragments)
         is_finite = are_finite(changes, self._shards)
-        if self.subgroup is not None:
-            self._check_within(self.subgroup.transport, is_finite=is_finite)
+        if self._subgroup is not None:
+            self._check_within(self._subgroup.transport, is_finite=is_finite)
         # If these have changed since they were sent, then without a counted step: weights were loaded, or an
         # optimizer has stepped whose steps are not counted.
         sent = () if self.pending is None else self.pending.changes
-        unstepped = Fragments(f for f in fragments if step == f.sent_after and f not in sent)
+        unstepped = [f for f in fragments if step == f.sent_after and f not in sent]
         self._gather_status(
             weight=self._weight,
             is_finite=is_finite,
@@ -251,7 +215,7 @@ class StaticMembership(Membership):
             self._send(contributor.changes_of(turn), statuses)
             self.finish()
 
-    def _digest_if_moved(self, fragments: Fragments, changes: Changes) -> int:
+    def _digest_if_moved(self, fragments: Sequence[Fragment], changes: Changes) -> int:
         """Return a digest of parameters on all shards; 0 if none has changed. Collective inside."""
         # Leave out buffers, which change in every forward pass.
         have_moved = any(
@@ -263,13 +227,13 @@ class StaticMembership(Membership):
         inside, purpose = self._contributor.model.replica.inside, "looking for changes without a step"
         if gather_numbers([float(have_moved)], inside, purpose) == [[0.0]] * inside.size:
             return 0
-        values = [tensor.value for tensor, _ in fragments.lasts if not tensor.is_buffer]
+        values = [item.value for fragment in fragments for item in fragment if not item.is_buffer]
         digests = gather_numbers([float(digest_of(values))], inside, purpose)
         return digest_of(digests) | 1
 
     def average_within(self) -> None:
         """Average exactly, within the subgroup, fragments that the group does not average now. Collective."""
-        contributor, engine = self._contributor, self.subgroup
+        contributor, engine = self._contributor, self._subgroup
         assert engine is not None
         changes = contributor.changes_of(contributor.fragments)
         self._check_within(engine.transport, is_finite=are_finite(changes, self._shards))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,6 +15,7 @@ from thinwire.checks import number, shown
 from thinwire.errors import ConfigError
 from thinwire.local_sgd.inner_optimizers import parameters_of
 from thinwire.local_sgd.schedule import written
+from thinwire.sync.state import digest_of
 
 
 @dataclass(frozen=True)
@@ -160,4 +160,4 @@ def settings_digest(outer: torch.optim.Optimizer | None) -> int:
         for group in outer.param_groups
     ]
     # 32 bits: members compare it in a float64 message, which holds such integers exactly.
-    return zlib.crc32(repr(now).encode())
+    return digest_of(now)

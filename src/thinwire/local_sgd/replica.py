@@ -28,8 +28,8 @@ class Replica:
     replicas: dist.ProcessGroup | Transport | None = None  # the replicas that this one is averaged with
     inside: Transport = field(default_factory=lambda: InProcessTransport.group(1)[0])  # joins its processes
     is_sharded: bool = False  # its parameters are DTensors, or parts of the model
-    saves_parts: bool = False  # each process saves its own part
-    pieces: Mapping[str, Piece] = field(default_factory=dict)  # this process's piece of each parameter
+    # This process's piece of each parameter; empty if it holds all of them, or saves only its own part.
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
     sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
     # Makes the model's parameters this process's shards, as they are between steps.
     show_shards: Callable[[], object] = bool
@@ -48,7 +48,7 @@ class Replica:
 
         Each process has its own whole copy of a buffer: the result has that of the first shard.
         """
-        if self.saves_parts or self.shards is None:
+        if not self.pieces or self.shards is None:
             return dict(held)
         specs = {
             name: ParameterSpec.of(name, part.new_empty(self.shape_of(name, part), device="meta"))

@@ -12,17 +12,13 @@ import torch
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.fragment import Averaged
 from thinwire.local_sgd.inner_optimizers import parameters_of
-from thinwire.local_sgd.replica import Replica
 from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, damage_named, digest_of
 from thinwire.torch_private import tree_map
 
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-Lasts: TypeAlias = Sequence[tuple[Averaged, torch.Tensor]]
-"""Each averaged tensor with its last average."""
 
 
 class LoadedState(NamedTuple):
@@ -43,15 +39,6 @@ def packed_state(**parts: Any) -> dict[str, Any]:
     """Return a state made of its parts; without the warm-up's and the members' part if there is none."""
     optional = {key: part for key in ("warmup", "members") if (part := parts.pop(key, None)) is not None}
     return {"version": FORMAT, "in_flight": (), **parts, **optional}
-
-
-def members_of(loaded: LoadedState) -> Mapping[str, Any]:
-    """Return the elastic members' part of a state; for a fixed group's state, make one."""
-    if loaded.members is not None:
-        return loaded.members
-    # Members that load the same state get the same lineage.
-    lineage = loaded.digest | 1
-    return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
 
 
 def checked_state(
@@ -129,7 +116,7 @@ def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
         # Only the optimizer knows what its state must contain, and a wrong one would crash the next
         # averaging. So first try a step with zero gradients.
         try:
-            _load_outer(outer, fragments.lasts, model.replica, loaded.outer)
+            _load_outer(model, outer, loaded.outer)
             for fragment in fragments:
                 fragment.set_last(loaded.last_average)
                 fragment.outer_step([flat.zero_() for flat in fragment.empty()], outer)
@@ -140,7 +127,7 @@ def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
                 f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load "
                 "an earlier state, or pass the same outer= as when it was saved"
             ) from error
-        _load_outer(outer, fragments.lasts, model.replica, loaded.outer)  # undo the trial step
+        _load_outer(model, outer, loaded.outer)  # undo the trial step
     # Saved with a different number of fragments: assume that all have waited as long as the longest.
     sent_after = loaded.sent_after
     if len(sent_after) != len(fragments):
@@ -152,27 +139,27 @@ def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
             fragment.restore_last()
 
 
-def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) -> dict[str, Any]:
-    """Return an outer optimizer's state, as for whole parameters: copies on the CPU. Collective."""
+def saved_outer(model: AveragedModel) -> dict[str, Any] | None:
+    """Return the outer optimizer's state, as for whole parameters: copies on the CPU. Collective."""
+    if (outer := model.outer) is None:
+        return None
     # Copies: the optimizer's own tensors will change.
     state: dict[str, Any] = tree_map(
         lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
         outer.state_dict(),
     )
-    for name, parameter, values, key in _tensors(outer, lasts, state):
+    for name, parameter, values, key in _tensors(model, outer, state):
         # Tensors of the parameter's shape are sharded as the parameter is; step counts are not.
         if values[key].shape == parameter.shape:
-            values[key] = replica.whole({name: values[key]})[name]
+            values[key] = model.replica.whole({name: values[key]})[name]
     return state
 
 
-def _load_outer(
-    outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica, state: Mapping[str, Any]
-) -> None:
+def _load_outer(model: AveragedModel, outer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     copied = copy.deepcopy(dict(state))
-    for name, parameter, values, key in _tensors(outer, lasts, copied):
-        if values[key].shape == replica.shape_of(name, parameter):
-            values[key] = replica.own({name: values[key]})[name]
+    for name, parameter, values, key in _tensors(model, outer, copied):
+        if values[key].shape == model.replica.shape_of(name, parameter):
+            values[key] = model.replica.own({name: values[key]})[name]
     try:
         outer.load_state_dict(copied)
         # Loading accepts another kind's settings, and the first step would fail without its own.
@@ -189,11 +176,11 @@ def _load_outer(
 
 
 def _tensors(
-    outer: torch.optim.Optimizer, lasts: Lasts, state: Mapping[str, Any]
+    model: AveragedModel, outer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
     """Yield each tensor of a state as (parameter's name, tensor, dict that holds it, key)."""
     # An optimizer knows no names: its state numbers the parameters, group by group.
-    names = {id(last): tensor.name for tensor, last in lasts}
+    names = {id(last): tensor.name for tensor, last in model.lasts}
     parameters = parameters_of(outer)
     for number, values in state["state"].items():
         if number >= len(parameters):

@@ -63,10 +63,8 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
                 f"replicas shares the processes {shared} with this replica, {inner}, which hold different "
                 'parts of it; pass those that hold the same part, such as mesh["replicate"]'
             )
-    replica = Replica(replicas, is_sharded=True, saves_parts=True, show_shards=show_shards)
-    if len(inner) > 1:
-        replica = replace(replica, inside=control_transport(inner))
-    return replica
+    replica = Replica(replicas, is_sharded=True, show_shards=show_shards)
+    return replace(replica, inside=control_transport(inner)) if len(inner) > 1 else replica
 
 
 def _saves_whole(module: nn.Module, replicas: object, meshes: list[DeviceMesh]) -> bool:

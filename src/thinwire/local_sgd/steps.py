@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.adapters.setup import trains
-from thinwire.algorithms import Algorithm, all_finite
+from thinwire.algorithms import Algorithm
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
-from thinwire.local_sgd.elastic_contributor import Contribution, ElasticContributor
+from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
 from thinwire.local_sgd.elastic_members import Member, prepare_member
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.engines import Engines
-from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
+from thinwire.local_sgd.fragment import Averaged, Buckets
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded, check_owned
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -76,16 +75,12 @@ class Steps(Member):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        averaged, optimizers, group = prepare_member(model, optimizer, group, buffers=False)
+        averaged, group = prepare_member(model, optimizer, group, buffers=False)
         # A joining member takes its first optimizer steps on entry, so it must receive the optimizers.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        tensors = averaged.tensors()
-        settings = Settings(health_group=group.inside if group.has_parts else None)
-        specs, parts = [parameter.spec for parameter in tensors], layouts_of(tensors, 1)
-        engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
-        gradients = Gradients(averaged, engine, optimizers, group)
-        super().__init__(gradients, ElasticMembership(group, gradients, type(self).__name__))
+        gradients = Gradients(averaged, algorithm, group)
+        super().__init__(gradients, ElasticMembership(gradients, type(self).__name__))
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
@@ -95,8 +90,7 @@ class Steps(Member):
         self._attached.close()
         return kind is not None and issubclass(kind, LeftError)
 
-    @contextmanager
-    def _in_loop(self) -> Iterator[None]:
+    def _watch_loop(self, attached: ExitStack) -> None:
         owned = set(map(id, self.module.parameters()))
 
         @closure_not_compiled
@@ -107,13 +101,8 @@ class Steps(Member):
                     "from the others'; call step() of elastic.Steps, which averages and steps"
                 )
 
-        own_steps = register_optimizer_step_pre_hook(refuse)
-        try:
-            # Pass no optimizers: `step` checks, since the optimizers step only when an averaging commits.
-            with self._model.noting_loads():
-                yield
-        finally:
-            own_steps.remove()
+        attached.enter_context(register_optimizer_step_pre_hook(refuse))
+        self._model.note_loads(attached)
 
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all present members, and take the optimizer's step. Collective.
@@ -144,20 +133,15 @@ class Steps(Member):
 class Gradients(ElasticContributor):
     """Contributes a model's gradients, and steps its optimizers with their means."""
 
-    def __init__(
-        self,
-        model: AveragedModel,
-        engine: Engine,
-        optimizers: Sequence[torch.optim.Optimizer],
-        group: Group,
-    ) -> None:
-        self.model, self.engines = model, Engines(engine, engine, engine)
-        self.optimizers, self.group = optimizers, group
+    def __init__(self, model: AveragedModel, algorithm: Algorithm, group: Group) -> None:
+        self.model, self.group = model, group
         self.steps = self.averaged_steps = self.steps_here = 0
-        self._buckets = Buckets(model.tensors())
-        self.tolerates_other_settings = False
+        tensors = model.tensors()
+        self._buckets = Buckets(tensors)
+        specs, parts = [parameter.spec for parameter in tensors], [self._buckets.layout]
+        settings = Settings(health_group=model.replica.shards)
+        self.engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
         self.work: float | None = None  # the gradients' weight; None once they are applied
-        self._known: list[torch.Tensor] = []  # flat gradients, from `contribution` until they have changed
         self.is_committing = False  # whether the optimizers step with the means
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -173,18 +157,16 @@ class Gradients(ElasticContributor):
         for parameter, part in self._buckets.parts(flats):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
-    def contribution(self) -> Contribution:
-        self._known = self._gradients()
-        return Contribution(self.work or 0.0, bool(all_finite(*self._known)))
+    def contribution(self) -> tuple[float, Values]:
+        return self.work or 0.0, {self._buckets: self._gradients()}
 
-    def start(self, scale: float, step: int, *, is_last: bool = False) -> PendingAverage[Buckets]:
-        flats, self._known = self._known or self._gradients(), []
+    def start(self, known: Values, scale: float, step: int, *, is_last: bool) -> PendingAverage[Buckets]:
+        flats = known[self._buckets] if known else self._gradients()
         for flat in flats:
             flat.mul_(scale)
         return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
     def commit_empty(self, *, may_be_empty: bool) -> None:
-        self._known = []
         if self.work is not None and not may_be_empty:
             raise StepError(
                 "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
@@ -197,11 +179,11 @@ class Gradients(ElasticContributor):
         # Step in `commit`: a member that joins, or learns late that a step was committed, must take it too.
         self.is_committing = True
         try:
-            for optimizer in self.optimizers:
+            for optimizer in self.model.optimizers:
                 optimizer.step()
         finally:
             self.is_committing = False
-        self.work, self._known = None, []
+        self.work = None
         self.steps = self.averaged_steps = step + 1
         self.steps_here += 1
 
@@ -210,4 +192,4 @@ class Gradients(ElasticContributor):
 
     def reset(self, step: int, turns: int) -> None:
         self.steps = self.averaged_steps = step
-        self.work, self._known = None, []
+        self.work = None

@@ -1,10 +1,13 @@
-"""Hooks on the user's loop, which count steps and notice loaded weights; checks of DDP models."""
+"""Hooks on the user's loop, which count steps and notice loaded weights; checks of DDP models.
+
+Functions with an `attached` register hooks, which are removed when it is closed.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -30,13 +33,13 @@ LOADED = (
 )
 
 
-@contextmanager
-def after_each_step(
+def call_after_steps(
+    after_step: Callable[[], None],
     optimizers: Sequence[torch.optim.Optimizer],
     grad_scaler: GradScaler | None,
-    after_step: Callable[[], None],
-) -> Iterator[None]:
-    """Call `after_step` after every attempted step of an optimizer or one that it wraps, until this ends.
+    attached: ExitStack,
+) -> None:
+    """Call `after_step` after every attempted step of an optimizer or one that it wraps.
 
     A step inside another's is a part of it: a scaler steps an optimizer, which steps one that it wraps. Each
     is also stepped alone, as SAM's `second_step` does with the wrapped one.
@@ -56,39 +59,40 @@ def after_each_step(
             outermost = None
             after_step()
 
-    with ExitStack() as attached:
-        for optimizer in optimizers:
-            attached.callback(optimizer.register_step_pre_hook(before).remove)
-            attached.callback(optimizer.register_step_post_hook(after).remove)
-        if grad_scaler is not None:
-            step, attributes = grad_scaler.step, vars(grad_scaler)
+    for optimizer in optimizers:
+        attached.enter_context(optimizer.register_step_pre_hook(before))
+        attached.enter_context(optimizer.register_step_post_hook(after))
+    if grad_scaler is None:
+        return
+    step, attributes = grad_scaler.step, vars(grad_scaler)
 
-            def counted(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-                nonlocal outermost
-                if stepped not in optimizers:
-                    return step(stepped, *args, **kwargs)
-                before(grad_scaler)
-                try:
-                    result = step(stepped, *args, **kwargs)
-                except BaseException:
-                    outermost = None
-                    raise
-                after(grad_scaler)
-                return result
+    def counted(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal outermost
+        if stepped not in optimizers:
+            return step(stepped, *args, **kwargs)
+        before(grad_scaler)
+        try:
+            result = step(stepped, *args, **kwargs)
+        except BaseException:
+            outermost = None
+            raise
+        after(grad_scaler)
+        return result
 
-            # Someone else may have replaced `step` on this object before. Callbacks run in reverse: first
-            # ours is removed, then theirs is restored.
-            attached.callback(attributes.update, {k: v for k, v in attributes.items() if k == "step"})
-            attached.callback(attributes.pop, "step")
-            attributes["step"] = counted
-        yield
+    # Someone else may have replaced `step` on this object before. Callbacks run in reverse: first ours is
+    # removed, then theirs is restored.
+    attached.callback(attributes.update, {k: v for k, v in attributes.items() if k == "step"})
+    attached.callback(attributes.pop, "step")
+    attributes["step"] = counted
 
 
-@contextmanager
 def warn_of_uncounted_steps(
-    owned: set[int], optimizers: Sequence[torch.optim.Optimizer], num_counted: Callable[[], int]
-) -> Iterator[None]:
-    """Warn once, while this is open, if only other optimizers step the model: nothing would be averaged.
+    owned: set[int],
+    optimizers: Sequence[torch.optim.Optimizer],
+    num_counted: Callable[[], int],
+    attached: ExitStack,
+) -> None:
+    """Warn once if only other optimizers step the model: nothing would be averaged.
 
     `owned` has the ids of the model's parameters.
     """
@@ -111,11 +115,7 @@ def warn_of_uncounted_steps(
         else:
             counts[id(optimizer)] = num_counted()
 
-    handle = register_optimizer_step_post_hook(look)
-    try:
-        yield
-    finally:
-        handle.remove()
+    attached.enter_context(register_optimizer_step_post_hook(look))
 
 
 class Hook:
@@ -132,9 +132,8 @@ class Hook:
         return Hook, ()
 
 
-@contextmanager
-def warn_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
-    """Warn once, while this is open, if DDP around a plain module averages its gradients over the group."""
+def warn_of_ddp(module: nn.Module, transport: Transport, attached: ExitStack) -> None:
+    """Warn once if DDP around a plain module averages its gradients over the group."""
     warned: list[DistributedDataParallel] = []
 
     def look(ddp: DistributedDataParallel) -> None:
@@ -150,11 +149,9 @@ def warn_of_ddp(module: nn.Module, transport: Transport) -> Iterator[None]:
                 "LocalSGD the DDP model instead of its module, or train inside model.no_sync()"
             )
 
-    with ExitStack() as attached:
-        for ddp in live_objects(DistributedDataParallel):
-            if ddp.module is module:
-                attached.callback(ddp.register_forward_pre_hook(Hook(partial(look, ddp))).remove)
-        yield
+    for ddp in live_objects(DistributedDataParallel):
+        if ddp.module is module:
+            attached.enter_context(ddp.register_forward_pre_hook(Hook(partial(look, ddp))))
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-
 from thinwire.comm import Description, Message, Transport, Work, gather_bytes, gather_numbers
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import CombinedWork, CompletedWork
@@ -55,9 +53,8 @@ class MachineGroup(Group):
         return gather_numbers([value], self.inside, PURPOSE)[0][0]
 
     def start_quorum(self) -> None:
-        place, *quorum, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
-        self._leader.rank, self._leader.size = place
-        self.quorum_id, self.num_changes, self._address = quorum
+        *place, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
+        self._leader.rank, self._leader.size, self.quorum_id, self.num_changes, self._address = place
         if not self._is_first:  # until `join` receives the rest
             self.received = None if lineage is None else {"members": {"lineage": lineage}}
 
@@ -67,8 +64,8 @@ class MachineGroup(Group):
         if group.received is not None:
             self.received, group.received = group.received, None
         lineage = None if self.received is None else lineage_of(self.received)
-        place = transport.rank, transport.size
-        return [place, group.quorum_id, group.num_changes, group.address, lineage]
+        place = [transport.rank, transport.size, group.quorum_id, group.num_changes, group.address]
+        return [*place, lineage]
 
     def join(self, are_new: Sequence[bool]) -> None:
         leader, inside = self._leader, self.inside
@@ -77,11 +74,7 @@ class MachineGroup(Group):
             received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
             self.received = None if self.received is None else received
         elif not self.has_parts and self.received is not None:
-            data = (
-                serialize(self.received)
-                if self._is_first
-                else torch.empty(0, dtype=torch.uint8, device="cpu")
-            )
+            data = serialize(self.received)  # in other processes, a lineage without the state that they get
             length = int(self.broadcast_scalar(len(data)))
             sent = (data if self._is_first else data.new_empty(length)).to(inside.control_device)
             inside.broadcast(sent, 0, PURPOSE).wait()

@@ -46,6 +46,7 @@ class QuorumClient:
         default = 443 if parts.scheme == "https" else 80
         self._address = parts.hostname or "", default if parts.port is None else parts.port
         self._connection: socket.socket | None = None
+        self._members: list[str] = []  # of the last known quorum, the same on all of its members
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -69,9 +70,11 @@ class QuorumClient:
             if self._is_broken():
                 raise LighthouseGoneError("it ended before it answered")
         quorum = answer.result()
-        if quorum.replica_ids != self._group.members:
+        if quorum.replica_ids != self._members:
             self._manager._quorum_id = -1  # so that it configures the group again
-        self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
+        self._members = quorum.replica_ids
+        key = repr((quorum.replica_ids, quorum.max_step))
+        self._group.prefix = hashlib.sha256(key.encode()).hexdigest()[:16]
         return quorum
 
     def _connect(self) -> None:
@@ -109,9 +112,7 @@ class ConfiguredGroup:
         self.quorum_id = -1
         self.num_configured = 0
         self.address = ""  # the store address where the members of the last quorum have found each other
-        # From the last known quorum, the same on all of its members.
-        self.members: list[str] = []
-        self.max_step = 0
+        self.prefix = ""  # a separate one in the store for each quorum: see `QuorumClient`
 
     def configure(
         self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int, *others: Any
@@ -119,9 +120,7 @@ class ConfiguredGroup:
         self.size = 0  # until it is done
         self.quorum_id = quorum_id
         self.num_configured += 1
-        # A separate prefix in the store: see `QuorumClient`.
-        prefix = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
-        self.address = f"{store_addr}/{prefix}"
+        self.address = f"{store_addr}/{self.prefix}"
         self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
         self.rank, self.size = rank, world_size
 
