@@ -166,7 +166,7 @@ class DDPAdapter:
             beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
             with beside:
                 # Time both together: while a bucket is opened, and processes agree, its gradients wait.
-                with self.engine.clock.inside(self.engine.traffic):
+                with self.engine.clock.inside():
                     state = self._buckets.of(bucket.parameters())
                     step = step or self._begin(bucket)
                     used = None

@@ -92,7 +92,7 @@ class GradientListAdapter(Joinable):
         self._check(gradients)
         refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
         # All of this is exposed time: the gradients are ready from the beginning, and the caller waits.
-        with self.engine.clock.inside(self.engine.traffic):
+        with self.engine.clock.inside():
             # Before all other collectives of the step: a shadowing process starts with this one.
             scale = members_over_contributors(self)
             self.engine.agree(self.parameters[0].device)

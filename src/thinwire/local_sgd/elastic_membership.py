@@ -192,7 +192,7 @@ class ElasticMembership(Membership):
         try:
             if opened.pending is not None:
                 engine = self._contributor.engines.main
-                with engine.clock.inside(engine.traffic):
+                with engine.clock.inside():
                     in_all_processes(opened.pending.receive, self.group)
             purpose = "whether all have received everything"
             try:

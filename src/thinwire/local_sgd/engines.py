@@ -41,7 +41,7 @@ def engines_of(
     for_changes = Settings(health_group=health_group)
     for_gradients = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
     main = Engine(algorithm, group, specs, for_changes, parts=parts, machines=machines)
-    shared: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
+    shared: dict[str, Any] = {"clock": main.clock, "machines": machines}
     warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, for_gradients, **shared)
     # The residuals of `warmup` are of gradients: no average of parameters may add them.
     exact = Engine(EXACT, group, specs, for_changes, **shared)

@@ -223,19 +223,20 @@ class AlgorithmState:
     ) -> SavedState:
         """Return memory and pending tensors, of this process or of all processes of its machine."""
         if (partition := self.partition) is None:
-            slots = tensors_to_save(algorithm, memory, self.specs, pending)
+            slots = tensors_to_save(algorithm, memory, self.specs)
         else:
             held = {part.name: part for part in partition.held_parts(self.specs.values())}
-            own = tensors_to_save(algorithm, memory, held, {})
-            inside = partition.intra_node
+            own, inside = tensors_to_save(algorithm, memory, held), partition.intra_node
             parts = parts_of_all(own, inside) if of_all else parts_of(own, inside.rank)
 
             def held_by(part: StatePart, whole: torch.Tensor) -> torch.Tensor:
                 return whole.as_strided((whole.numel(),), (1,))[partition.held_ranges[part.label][part.rank]]
 
             slots = assemble(own, parts, self.specs, held_by)
-            for slot, tensors in pending.items():
-                slots.setdefault(slot, {}).update(tensors)
+        # A bucket that was not opened yet still has its loaded tensors.
+        for slot, tensors in pending.items():
+            for name, tensor in tensors.items():
+                slots.setdefault(slot, {})[name] = tensor.clone()
         # The shapes of all parameters, as far as the loaded state or the model knows them.
         shapes = {} if self.unchecked is None else dict(self.unchecked.shapes)
         shapes |= {name: spec.shape for name, spec in self.specs.items()}

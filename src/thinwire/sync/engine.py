@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from thinwire.algorithms import Algorithm, Memory
-from thinwire.comm import Machines, Metered, Traffic, Transport, agree
+from thinwire.comm import Machines, Metered, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.algorithm_state import AlgorithmState
@@ -43,7 +43,6 @@ class Engine:
         specs: Iterable[ParameterSpec] = (),
         settings: Settings = Settings(),  # noqa: B008 - frozen
         *,
-        traffic: Traffic | None = None,
         clock: StepClock | None = None,
         parts: Parts = (),
         machines: Machines | None = None,
@@ -59,17 +58,17 @@ class Engine:
             settings = replace(settings, health_group=machines.intra_node)
             self.inter_node, self.machines = machines.inter_node, machines.rows
             self.partition = IntraNodePartition(machines.intra_node)
-        self.metered = Metered(self.inter_node, traffic)
-        self.wire: Transport = self.metered  # `thinwire.testing` may replace it between steps
-        self.traffic = self.metered.traffic
         self.clock = StepClock() if clock is None else clock
+        self.traffic = self.clock.traffic
+        self.metered = Metered(self.inter_node, self.traffic)
+        self.wire: Transport = self.metered  # `thinwire.testing` may replace it between steps
         self.state = AlgorithmState(specs, self.inter_node, self.partition)
         self.buckets = BucketPlans(algorithm, self.state, settings, transport, self.traffic, parts)
         self._weights: Weights | None = None
         if settings.weight is not None:
             intra_node = None if self.partition is None else self.partition.intra_node
             self._weights = Weights(settings.weight, self.metered, intra_node)
-        self.reporter = Reporter(self.buckets, self.traffic, self.clock)
+        self.reporter = Reporter(self.buckets, self.clock)
         self.num_dry = 0  # open `dry` contexts
         self._num_parts = max(1, len(parts))
         # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
@@ -109,7 +108,7 @@ class Engine:
     def open(self, specs: Specs, device: torch.device) -> BucketState:
         """Return an open bucket; keep it while it `is_current`. Collective if it was not open."""
         bucket = self.buckets.bucket(specs)
-        with self.clock.inside(self.traffic), full_precision(device):
+        with self.clock.inside(), full_precision(device):
             self.buckets.open_all({bucket: device})
         return bucket
 
@@ -139,7 +138,6 @@ class Engine:
                 self.wire, f"step {number}", pipelined=pipelined and self.buckets.algorithm.pipelines_buckets
             ),
             self.clock,
-            self.traffic,
             self._ended,
             self._weights,
         )
@@ -156,7 +154,7 @@ class Engine:
         """Begin a step of buckets whose gradients are all ready, and send their first messages."""
         step = self.begin(pipelined=pipelined)
         try:
-            with self.clock.inside(self.traffic):  # all at once: ready gradients wait for opening buckets
+            with self.clock.inside():  # all at once: ready gradients wait for opening buckets
                 ready = [(self.buckets.bucket(specs), flat) for specs, flat in buckets]
                 self.buckets.open_all({bucket: flat.device for bucket, flat in ready})
                 for bucket, flat in ready:

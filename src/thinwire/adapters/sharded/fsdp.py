@@ -405,8 +405,8 @@ class FSDPAdapter:
     @contextmanager
     def _on_comm_stream(self) -> Iterator[None]:
         # In a hook the current stream is FSDP2's own, which has waited for the user's stream.
-        clock = self.engine.clock.inside(self.engine.traffic)
-        with clock, torch.no_grad(), self._comm_stream.wait_for_current(self._buckets[0].device):
+        comm_stream = self._comm_stream.wait_for_current(self._buckets[0].device)
+        with self.engine.clock.inside(), torch.no_grad(), comm_stream:
             yield
 
     @property
