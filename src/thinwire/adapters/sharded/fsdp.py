@@ -78,8 +78,7 @@ def attach_sharded(
     # A replica of one shard needs no agreement, and has no group for it.
     shards: Transport = InProcessTransport.group(1)[0]
     if not sharded.is_replicated:
-        shard_group = torch_private.fsdp_mesh_info(sharded.groups[0]).shard_process_group
-        shards = ProcessGroupTransport(shard_group, torch.device(sharded.mesh().device_type))
+        shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they must agree.
     settings = replace(settings, health_group=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
