@@ -85,7 +85,6 @@ def adapter_of(
     layout: Layout = False,
 ) -> "DDPAdapter":
     """Return an adapter that knows the names of the model's parameters; not registered yet. Collective."""
-    ddp_model.check_options(model)
     specs = [ParameterSpec.of(name, p) for p, name in ddp_model.names_in(model).items() if p.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), model)
@@ -95,22 +94,17 @@ def adapter_of(
 
 def adapter_of_hook(
     hook_state: object,
-    parameters: list[torch.Tensor],
     algorithm: Algorithm,
     transport: Transport,
     settings: Settings,
     layout: Layout,
 ) -> "DDPAdapter":
-    """Return an adapter for a hook that is called with this state and a bucket's parameters. Collective."""
+    """Return an adapter for a hook that is called with this state. Collective."""
 
     def is_registered(model: DistributedDataParallel) -> bool:
         return any(state is hook_state for _, state in comm_hooks(model))
 
-    # A hook does not get its model.
-    found = ddp_model.find_ddp_models(
-        lambda model: is_registered(model) or ddp_model.holds(model, parameters)
-    )
-    models = list(filter(is_registered, found))
+    models = ddp_model.find_ddp_models(is_registered)  # a hook does not get its model
     if len(models) > 1:
         shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
         raise ConfigError(f"{shared}; {ONE_EACH}")
@@ -121,7 +115,6 @@ def adapter_of_hook(
         # Inside the user's own hook: the model's options are unknown, so assume the costlier one.
         settings = replace(settings, may_be_unused=True)
         adapter = DDPAdapter(new_engine(algorithm, transport, (), settings, layout))
-        adapter.look_at(found[0] if len(found) == 1 else None)
     log_start(adapter.engine, models[0].parameters() if models else ())
     return adapter
 
@@ -148,8 +141,7 @@ class DDPAdapter:
         """Start a bucket, and finish the step with the last one; return a future of the bucket's mean."""
         flat, current = dense_buffer(bucket), backward_pass()
         if self._is_new:
-            known = self._model
-            self.look_at(ddp_model.ddp_model_of(bucket.parameters()) if known is None else known())
+            self._look_at_model(bucket)
         step = self._step if self._step is not None and self._step.is_open else None
         graph = self._static_graph
         if graph is not None and graph.leaves_out(bucket, step):
@@ -240,8 +232,9 @@ class DDPAdapter:
         else:
             self.engine.reporter.warn_of_nonfinite()
 
-    def look_at(self, model: DistributedDataParallel | None) -> None:
-        """Check the model at the first bucket; None if it could not be found."""
+    def _look_at_model(self, bucket: GradBucket) -> None:
+        """Check the options of the model, if it can be found, at the first bucket."""
+        model = ddp_model.ddp_model_of(bucket.parameters()) if self._model is None else self._model()
         if model is not None:
             ddp_model.check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None

@@ -181,7 +181,6 @@ class FSDPAdapter:
         self.engine, self.shards = engine, shards
         self._sharded = sharded
         self._buckets = _buckets_of(pieces)
-        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
         # Looked up by id: parameters compare element by element.
         self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
         self._has_order = False
@@ -222,7 +221,7 @@ class FSDPAdapter:
             if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
                 raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
-        if self._is_due:
+        if self._arrived:  # left by an exception
             raise StepError(
                 f"{NOT_AVERAGED}: the last backward pass has raised (call abandon()), or a part is "
                 f"{REENTRANT}, and restart"
@@ -251,9 +250,9 @@ class FSDPAdapter:
 
     def forget_pass(self) -> None:
         self._queued_in = -1
-        self._is_due = False
         self._step: Step | None = None
         self._num_started = 0
+        # Parameters with ready gradients, until these are averaged.
         self._arrived: set[int] = set()
         # An ordered set: in the order in which gradients became ready.
         self._completed: dict[_Bucket, None] = {}
@@ -269,8 +268,6 @@ class FSDPAdapter:
         # The gradients of this pass accumulate, and are averaged with those of the step's last pass.
         if self._sharded.waits_for_more:
             return
-        # True until they are averaged, so that the next forward pass notices what an exception has left.
-        self._is_due = True
         current = torch_private.backward_pass()
         if current != self._queued_in:
             self._queued_in = current
@@ -366,11 +363,8 @@ class FSDPAdapter:
         Collective, after all buckets: how many were started during the pass differs between replicas. A
         replica that has used all parameters need not wait for the message.
         """
-        wire = self.engine.metered
-        used = [
-            id(piece.parameter) in self._changed and piece.parameter.grad is not None
-            for piece in self._pieces
-        ]
+        wire, pieces = self.engine.metered, self._pieces
+        used = [id(piece.parameter) in self._changed and piece.parameter.grad is not None for piece in pieces]
         # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
         flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
         purpose = f"step {self.engine.steps}, which parameters were used"
@@ -378,7 +372,7 @@ class FSDPAdapter:
         if all(used):
             return flags_work, set()
         flags_work.wait()
-        used_by_any = zip(self._pieces, flags.tolist(), strict=True)
+        used_by_any = zip(pieces, flags.tolist(), strict=True)
         return flags_work, {piece.name for piece, is_used in used_by_any if not is_used}
 
     def _abandon(self) -> None:
@@ -399,7 +393,6 @@ class FSDPAdapter:
         late = [number for number in range(len(self._buckets)) if number not in early]
         self._num_early = len(early)
         self._buckets = [self._buckets[number] for number in [*early, *late]]
-        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
 
     @contextmanager
     def _on_comm_stream(self) -> Iterator[None]:
@@ -407,6 +400,10 @@ class FSDPAdapter:
         comm_stream = self._comm_stream.wait_for_current(self._buckets[0].device)
         with self.engine.clock.inside(), torch.no_grad(), comm_stream:
             yield
+
+    @property
+    def _pieces(self) -> list[Piece]:
+        return [piece for bucket in self._buckets for piece in bucket.pieces]
 
     @property
     def _are_all_open(self) -> bool:
