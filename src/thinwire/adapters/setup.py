@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, PowerSGD
-from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of, why_by_itself
+from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of
+from thinwire.comm.machines import why_by_itself
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings

@@ -17,7 +17,8 @@ from thinwire.advice.priced_steps import PricedSteps, TimedSteps
 from thinwire.advice.stopwatch import Stopwatch
 from thinwire.advice.timeline import Timeline
 from thinwire.algorithms import Algorithm
-from thinwire.comm import Transport, gather_numbers, own_subgroup
+from thinwire.comm import Transport, gather_numbers
+from thinwire.comm.process_group import own_subgroup
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from thinwire.advice.timeline import Sent, Timeline
-from thinwire.comm import CompletedWork, Message, Recording, Transport, Work
+from thinwire.comm import Message, Recording, Transport, Work
+from thinwire.comm.transport import CompletedWork
 from thinwire.sync.streams import record_event
 from thinwire.tensors.accelerators import wait_for
 

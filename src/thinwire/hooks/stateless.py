@@ -15,7 +15,8 @@ from thinwire.adapters.setup import divide_by_contributors
 from thinwire.algorithms import Algorithm, AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.checks import whole_number
-from thinwire.comm import Layout, ProcessGroupTransport, agree, future_of
+from thinwire.comm import Layout, ProcessGroupTransport, agree
+from thinwire.comm.process_group import future_of
 from thinwire.errors import ConfigError
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import attached

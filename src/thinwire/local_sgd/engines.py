@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from thinwire.algorithms import Algorithm
-from thinwire.comm import ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.comm import ProcessGroupTransport, Transport
+from thinwire.comm.machines import machines_of_subgroups
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.fragment import layouts_of
 from thinwire.local_sgd.schedule import EXACT, Schedule

@@ -15,7 +15,8 @@ from thinwire.adapters.ddp_model import is_fsdp2
 from thinwire.adapters.sharded.fsdp import attached_to
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, reshard
-from thinwire.comm import ProcessGroupTransport, Transport, control_transport
+from thinwire.comm import ProcessGroupTransport, Transport
+from thinwire.comm.process_group import control_transport
 from thinwire.errors import AttachError
 from thinwire.local_sgd.replica import Replica
 from thinwire.sync import Engine, GradientSync

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thinwire import torch_private
 from thinwire.adapters.ddp_model import DIVIDED, plain_name
-from thinwire.comm import checked_group, own_group
+from thinwire.comm.process_group import checked_group, own_group
 from thinwire.errors import AttachError
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import shard_of
