@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -70,6 +70,7 @@ class Engine:
             self._weights = Weights(settings.weight, self.metered, intra_node)
         self.reporter = Reporter(self.buckets, self.clock)
         self.num_dry = 0  # open `dry` contexts
+        self.settle: Callable[[], object] = lambda: None  # ends a step whose means are still to be applied
         self._num_parts = max(1, len(parts))
         # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
@@ -197,6 +198,7 @@ class Engine:
 
     def check_between_steps(self, call: str, *, also_dry: bool = True) -> None:
         """Raise during a backward pass, or inside `dry`, which would undo the call."""
+        self.settle()
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
