@@ -149,18 +149,17 @@ class _Bucket:
     """Parameters whose gradients FSDP2 reduces together, of one device and dtype."""
 
     pieces: Sequence[Piece]  # trained ones, in the order of their gradients
-    specs: tuple[ParameterSpec, ...]
     device: torch.device
-    opened: BucketState | None = None  # None before the first step
+    state: BucketState
     flat: torch.Tensor | None = None  # their gradients, from the start of the bucket until they are means
     num_arrived: int = 0  # gradients that were ready in this pass, counting parts
 
     def gradients(self) -> torch.Tensor:
         """Return a flat copy of the gradients; zeros for those that this replica lacks."""
-        numel = sum(spec.numel for spec in self.specs)
-        flat = torch.zeros(numel, dtype=self.specs[0].dtype, device=self.device)
-        parts = Bucket(self.specs, flat).gradients
-        for piece, spec, part in zip(self.pieces, self.specs, parts, strict=True):
+        specs = self.state.specs
+        flat = torch.zeros(sum(spec.numel for spec in specs), dtype=specs[0].dtype, device=self.device)
+        parts = Bucket(specs, flat).gradients
+        for piece, spec, part in zip(self.pieces, specs, parts, strict=True):
             if piece.parameter.grad is not None:
                 part.view(spec.shape).copy_(local_of(piece.parameter.grad))
         return flat
@@ -180,7 +179,7 @@ class FSDPAdapter:
     ) -> None:
         self.engine, self.shards = engine, shards
         self._sharded = sharded
-        self._buckets = _buckets_of(pieces)
+        self._buckets = _buckets_of(pieces, engine)
         # Looked up by id: parameters compare element by element.
         self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
         self._has_order = False
@@ -276,7 +275,7 @@ class FSDPAdapter:
         if bucket.flat is not None:
             self._abandon()
             why = "the pass also went through forward passes of earlier steps"
-            words = f"the gradient of {bucket.specs[0].name} arrived again after it was sent"
+            words = f"the gradient of {bucket.state.specs[0].name} arrived again after it was sent"
             raise StepError(f"{words}: {why}; call backward() once a step, and {RESTART}")
         self._arrived.add(id(parameter))
         # A module that is called several times gets its gradients in parts. In the first pass all parts
@@ -316,7 +315,7 @@ class FSDPAdapter:
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 left them.
         bucket.flat = bucket.gradients()
-        self._step.start(cast(BucketState, bucket.opened), bucket.flat)
+        self._step.start(bucket.state, bucket.flat)
         self._num_started += 1
 
     @torch_private.not_compiled
@@ -407,7 +406,7 @@ class FSDPAdapter:
 
     @property
     def _are_all_open(self) -> bool:
-        return all(bucket.opened is not None and bucket.opened.is_current for bucket in self._buckets)
+        return all(bucket.state.is_open and bucket.state.is_current for bucket in self._buckets)
 
     def _open_all(self) -> None:
         engine = self.engine
@@ -420,14 +419,15 @@ class FSDPAdapter:
             lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
-            bucket.opened = engine.open(bucket.specs, bucket.device)
+            bucket.state = engine.open(bucket.state.specs, bucket.device)
 
     def _write_gradients(self, unused: Collection[str]) -> None:
         for bucket in self._buckets:
             # Free the copies bucket by bucket.
             flat, bucket.flat = cast(torch.Tensor, bucket.flat), None
-            means = Bucket(bucket.specs, flat).gradients
-            for piece, spec, flat_mean in zip(bucket.pieces, bucket.specs, means, strict=True):
+            specs = bucket.state.specs
+            means = Bucket(specs, flat).gradients
+            for piece, spec, flat_mean in zip(bucket.pieces, specs, means, strict=True):
                 parameter, mean = piece.parameter, flat_mean.view(spec.shape)
                 if piece.name in unused:
                     continue
@@ -439,7 +439,7 @@ class FSDPAdapter:
                     local_of(parameter.grad).copy_(mean)
 
 
-def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
+def _buckets_of(pieces: Iterable[Piece], engine: Engine) -> list[_Bucket]:
     """Return buckets in the order in which they probably become ready: from the model's end."""
     grouped: dict[tuple[int, torch.device, torch.dtype], list[Piece]] = {}
     for piece in pieces:
@@ -447,5 +447,6 @@ def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
             local = local_of(piece.parameter)
             grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
     return [
-        _Bucket(group, tuple(specs_of(group)), device) for (_, device, _), group in reversed(grouped.items())
+        _Bucket(group, device, engine.buckets.bucket(tuple(specs_of(group))))
+        for (_, device, _), group in reversed(grouped.items())
     ]
