@@ -89,7 +89,7 @@ def attach_sharded(
     alike_on_all_shards(
         shards,
         "attach()",
-        lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
+        {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
         lambda: agree(transport, described, "attach()"),
     )
     # Only after all checks: from here on PyTorch averages nothing itself.
@@ -298,12 +298,8 @@ class FSDPAdapter:
             bucket = self._buckets[self._num_started]
             if bucket.num_arrived < len(bucket.pieces):
                 return
-            with self._on_comm_stream():
-                try:
-                    self._start(bucket)
-                except BaseException:
-                    self._abandon()
-                    raise
+            with self._working():
+                self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
         # An optimizer that consumes a gradient before it is averaged has stepped with that of one replica.
@@ -326,7 +322,7 @@ class FSDPAdapter:
             return
         engine = self.engine
         try:
-            with self._on_comm_stream():
+            with self._working():
                 if not self._are_all_open:
                     self._open_all()
                 for bucket in self._buckets[self._num_started :]:
@@ -343,9 +339,6 @@ class FSDPAdapter:
                 self._write_gradients(unused)
                 if not self._has_order:
                     self._learn_order()
-        except BaseException:
-            self._abandon()
-            raise
         finally:
             # Clipping and the optimizer come next, on the user's stream, and read what ours has written.
             self._comm_stream.current_waits()
@@ -394,11 +387,16 @@ class FSDPAdapter:
         self._buckets = [self._buckets[number] for number in [*early, *late]]
 
     @contextmanager
-    def _on_comm_stream(self) -> Iterator[None]:
+    def _working(self) -> Iterator[None]:
+        """Launch on the communication stream; an error ends the step."""
         # In a hook the current stream is FSDP2's own, which has waited for the user's stream.
         comm_stream = self._comm_stream.wait_for_current(self._buckets[0].device)
-        with self.engine.clock.inside(), torch.no_grad(), comm_stream:
-            yield
+        try:
+            with self.engine.clock.inside(), torch.no_grad(), comm_stream:
+                yield
+        except BaseException:
+            self._abandon()
+            raise
 
     @property
     def _pieces(self) -> list[Piece]:
@@ -415,7 +413,7 @@ class FSDPAdapter:
         alike_on_all_shards(
             self.shards,
             f"step {engine.steps}",
-            lambda: {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
+            {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
             lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
