@@ -35,7 +35,6 @@ from thinwire.adapters.sharded.view import (
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
 from thinwire.comm import (
-    InProcessTransport,
     ProcessGroupTransport,
     Transport,
     Work,
@@ -75,11 +74,8 @@ def attach_sharded(
             "the replicas' group can't send gradients from the CPU (CPUOffloadPolicy); call "
             'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    # A replica of one shard needs no agreement, and has no group for it.
-    shards: Transport = InProcessTransport.group(1)[0]
-    if not sharded.is_replicated:
-        shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they must agree.
+    shards = sharded.shards()
     settings = replace(settings, health_group=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas start equal in everything that the model holds.

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thinwire import torch_private
 from thinwire.adapters.ddp_model import DIVIDED, plain_name
+from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport
 from thinwire.comm.process_group import checked_group, own_group
 from thinwire.errors import AttachError
 from thinwire.plan import ParameterSpec
@@ -92,11 +93,12 @@ class ShardedModel(torch_private.FSDPModel):
         group: dist.ProcessGroup = self._infos[0].replicate_process_group
         return group
 
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The group of one replica's shards."""
-        group: dist.ProcessGroup = self._infos[0].shard_process_group
-        return group
+    def shards(self) -> Transport:
+        """Return the transport between the shards of this replica."""
+        if self.is_replicated:  # there is one shard, and no group for it
+            return InProcessTransport.group(1)[0]
+        device = torch.device(self.mesh().device_type)
+        return ProcessGroupTransport(self._infos[0].shard_process_group, device)
 
     def mesh(self) -> DeviceMesh:
         """Return the mesh over which every parameter is sharded, or replicated, or both."""
@@ -114,8 +116,8 @@ class ShardedModel(torch_private.FSDPModel):
             )
         return meshes[0]
 
-    def mesh_of_shards(self) -> DeviceMesh:
-        """Return the mesh, for averaging models; raise for native HSDP, where PyTorch averages gradients."""
+    def refuse_native(self) -> None:
+        """Raise for native HSDP: its models can't be averaged, since PyTorch averages their gradients."""
         mesh = self.mesh()
         if self.is_native:
             names = mesh.mesh_dim_names or ("replicas", "shards")
@@ -123,7 +125,6 @@ class ShardedModel(torch_private.FSDPModel):
                 f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients in "
                 f'each step; pass it mesh["{names[-1]}"] alone, and replicas=mesh["{names[0]}"] to Thinwire'
             )
-        return mesh
 
     def stop_averaging(self) -> None:
         """Make `replicate` or native HSDP average over this process alone, which changes nothing."""
