@@ -93,11 +93,7 @@ def adapter_of(
 
 
 def adapter_of_hook(
-    hook_state: object,
-    algorithm: Algorithm,
-    transport: Transport,
-    settings: Settings,
-    layout: Layout,
+    hook_state: object, algorithm: Algorithm, transport: Transport, settings: Settings, layout: Layout
 ) -> "DDPAdapter":
     """Return an adapter for a hook that is called with this state. Collective."""
 

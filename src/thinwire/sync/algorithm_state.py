@@ -53,10 +53,7 @@ class AlgorithmState:
     """Memory, loaded tensors that wait for their bucket, and counts of steps."""
 
     def __init__(
-        self,
-        specs: Iterable[ParameterSpec],
-        inter_node: Transport,
-        partition: IntraNodePartition | None,
+        self, specs: Iterable[ParameterSpec], inter_node: Transport, partition: IntraNodePartition | None
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}  # all known parameters, in model order
         self.all_known = bool(self.specs)  # whether all parameters are known from the start

@@ -132,16 +132,9 @@ class Engine:
         if self._num_parts > 1:
             # An algorithm counts turns over all parts. The slots are shared: all parts see what is written.
             memory = Memory(committed // self._num_parts, memory.slots)
-        step = Step(
-            self.buckets,
-            memory,
-            CollectiveScheduler(
-                self.wire, f"step {number}", pipelined=pipelined and self.buckets.algorithm.pipelines_buckets
-            ),
-            self.clock,
-            self._ended,
-            self._weights,
-        )
+        pipelined = pipelined and self.buckets.algorithm.pipelines_buckets
+        scheduler = CollectiveScheduler(self.wire, f"step {number}", pipelined=pipelined)
+        step = Step(self.buckets, memory, scheduler, self.clock, self._ended, self._weights)
         self._steps.append(step)
         return step
 

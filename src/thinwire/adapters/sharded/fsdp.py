@@ -17,31 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
 from thinwire.adapters.ddp_model import plain_name
-from thinwire.adapters.setup import (
-    allow_steps_inside,
-    log_start,
-    refuse_averaged_twice,
-    refuse_steps_inside,
-)
+from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averaged_twice, refuse_steps_inside
 from thinwire.adapters.sharded.sync import ShardedSync
-from thinwire.adapters.sharded.view import (
-    Piece,
-    ShardedModel,
-    local_of,
-    pieces_of,
-    replicas_of,
-    sharded_like,
-)
+from thinwire.adapters.sharded.view import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
-from thinwire.comm import (
-    ProcessGroupTransport,
-    Transport,
-    Work,
-    agree,
-    copy_from,
-    gather_bytes,
-)
+from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_bytes
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
