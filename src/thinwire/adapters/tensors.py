@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.setup import (
-    Shadow,
-    log_start,
-    new_engine,
-    refuse_averaged_twice,
-    refuse_weight_of_contributors,
-)
+from thinwire.adapters import setup
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.comm import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import members_over_contributors
@@ -72,10 +66,10 @@ class GradientListAdapter(Joinable):
             typed=self._typed,
             weight=weight,
         )
-        self.engine = new_engine(algorithm, transport, self._specs, settings, machines)
+        self.engine = setup.new_engine(algorithm, transport, self._specs, settings, machines)
         self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
-        log_start(self.engine, self.parameters)
+        setup.log_start(self.engine, self.parameters)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -90,7 +84,7 @@ class GradientListAdapter(Joinable):
         gradient that only this process lacks counts as zeros.
         """
         self._check(gradients)
-        refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
+        setup.refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
         # All of this is exposed time: the gradients are ready from the beginning, and the caller waits.
         with self.engine.clock.inside():
             # Before all other collectives of the step: a shadowing process starts with this one.
@@ -158,9 +152,9 @@ class GradientListAdapter(Joinable):
     def join_hook(self, **options: Any) -> JoinHook:
         divides_by_initial = options.get("divide_by_initial_world_size", True)
         if not divides_by_initial:
-            refuse_weight_of_contributors(self.engine)
+            setup.refuse_weight_of_contributors(self.engine)
         self._divides_by_initial = divides_by_initial
-        return Shadow(
+        return setup.Shadow(
             self,
             step=lambda: self.average([None] * len(self.parameters)),
             # A process that shadowed others has made no optimizer steps meanwhile.

@@ -19,15 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 
 from thinwire.comm.in_process import InProcessTransport
-from thinwire.comm.p2p import (
-    POSTED_AHEAD,
-    TAGS,
-    PeerExchange,
-    PeerWork,
-    TwoStepAllReduce,
-    as_bytes,
-    reduce_rows,
-)
+from thinwire.comm.p2p import POSTED_AHEAD, TAGS, PeerExchange, TwoStepAllReduce, as_bytes, reduce_rows
 from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
@@ -35,7 +27,7 @@ from thinwire.torch_private import default_store, is_profiling, timeout_of, unre
 from thinwire.wire import Collective, p2p_limits
 
 Result = TypeVar("Result")
-BackendWork: TypeAlias = "dist.Work | PeerWork | TwoStepAllReduce"
+BackendWork: TypeAlias = "dist.Work | Work"
 Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
