@@ -19,7 +19,7 @@ from thinwire import torch_private
 from thinwire.adapters import ddp_model, setup
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
-from thinwire.errors import AttachError, ConfigError, GradientError, NonfiniteError, StepError
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings, streams
 from thinwire.sync.bucket_plans import BucketState
@@ -147,9 +147,7 @@ class DDPAdapter:
                         self._copy_unused(bucket, state.specs, used)
                     step.start(state, flat, used)
                 self._waiting.append((future, flat))
-                is_last = (
-                    bucket.is_last() if self._static_graph is None else self._static_graph.is_last(bucket)
-                )
+                is_last = bucket.is_last() if graph is None else graph.is_last(bucket)
                 if is_last:
                     self._finish(step, is_pass=current != -1)
             if is_last and not has_none:
@@ -198,19 +196,13 @@ class DDPAdapter:
 
     def _report_nonfinite(self) -> None:
         """Warn of a step that was not committed; or make `backward()` raise at its end."""
-        try:
-            self.engine.raise_unless(committed=False)
-        except NonfiniteError as error:
-            refusal = error
-
-            def raise_it() -> NoReturn:
-                raise refusal
-
-            # Raising now would leave DDP in the middle of its step. DDP queues the step's end after the hook
-            # has returned. A callback queued by our callback runs after it, and the model stays usable.
-            torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(raise_it))
-        else:
+        if self.engine.settings.on_nonfinite != "raise":
             self.engine.reporter.warn_of_nonfinite()
+            return
+        raise_it = partial(self.engine.raise_unless, committed=False)
+        # Raising now would leave DDP in the middle of its step. DDP queues the step's end after the hook has
+        # returned. A callback queued by our callback runs after it, and the model stays usable.
+        torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(raise_it))
 
     def _look_at_model(self, bucket: GradBucket) -> None:
         """Check the options of the model, if it can be found, at the first bucket."""

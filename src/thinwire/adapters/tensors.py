@@ -21,7 +21,6 @@ from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.sync.weights import Weight, multiply
-from thinwire.tensors import accelerators
 from thinwire.torch_private import not_compiled
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]
@@ -136,15 +135,8 @@ class GradientListAdapter(Joinable):
     def _used_anywhere(self, gradients: Gradients) -> list[int]:
         """Return the indices of parameters that have a gradient on any process."""
         # Buckets must be the same everywhere: a parameter used by any process is in them on all.
-        flags = torch.tensor(
-            [gradient is not None for gradient in gradients], dtype=torch.uint8, device="cpu"
-        )
-        # Not over `engine.wire`: the step has not begun, and injected faults count that step's messages.
-        flags = accelerators.to_device_async(self.engine.metered.control_device, flags)
-        purpose = f"step {self.engine.steps}, which parameters were used"
-        if self.engine.partition is not None:
-            self.engine.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()
-        self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
+        work, flags = self.engine.send_used([gradient is not None for gradient in gradients])
+        work.wait()
         return [index for index, is_used in enumerate(flags.tolist()) if is_used]
 
     # Uneven inputs: see thinwire.join.

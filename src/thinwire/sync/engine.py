@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from thinwire.algorithms import Algorithm, Memory
-from thinwire.comm import Machines, Metered, Transport, agree
+from thinwire.comm import Machines, Metered, Transport, Work, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.algorithm_state import AlgorithmState
@@ -24,6 +24,7 @@ from thinwire.sync.settings import Settings
 from thinwire.sync.state import Position, SavedState, check_model, check_position, pack, read_state
 from thinwire.sync.step import Step
 from thinwire.sync.weights import Weights
+from thinwire.tensors.accelerators import to_device_async
 
 FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
 """The parameters of each bucket, and their gradients, flat."""
@@ -177,6 +178,17 @@ class Engine:
         """Drop all steps in progress. Memory is as it was before them."""
         for step in self._steps:
             step.abandon()
+
+    def send_used(self, used: Sequence[bool]) -> tuple[Work, torch.Tensor]:
+        """Send which parameters this process used; the tensor will say which of them any process used."""
+        # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
+        device = self.metered.control_device
+        flags = to_device_async(device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+        purpose = f"step {self.steps}, which parameters were used"
+        if self.partition is not None:
+            self.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()
+        # Not over `wire`: injected faults count the messages of buckets.
+        return self.metered.all_reduce(flags, purpose, operation="max"), flags
 
     # Between steps.
 

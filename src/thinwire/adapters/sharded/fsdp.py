@@ -30,7 +30,6 @@ from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
-from thinwire.tensors.accelerators import to_device_async
 
 
 def attach_sharded(
@@ -332,12 +331,9 @@ class FSDPAdapter:
         Collective, after all buckets: how many were started during the pass differs between replicas. A
         replica that has used all parameters need not wait for the message.
         """
-        wire, pieces = self.engine.metered, self._pieces
+        pieces = self._pieces
         used = [id(piece.parameter) in self._changed and piece.parameter.grad is not None for piece in pieces]
-        # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
-        flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
-        purpose = f"step {self.engine.steps}, which parameters were used"
-        flags_work = wire.all_reduce(flags, purpose, operation="max")
+        flags_work, flags = self.engine.send_used(used)
         if all(used):
             return flags_work, set()
         flags_work.wait()
