@@ -61,8 +61,8 @@ def new_engine(
     """Return an engine that sends once per machine if machines have several processes. Collective."""
     machines = None
     if isinstance(transport, ProcessGroupTransport):
-        machines, uneven = machines_of(transport, layout)
-        if layout is True and machines is None and not uneven:
+        machines = machines_of(transport, layout)
+        if layout is True and machines is None:
             why = why_by_itself(transport, dist.get_process_group_ranks(transport.group))
             if why and not transport.rank:
                 logger.warning("%s", why)

@@ -37,7 +37,7 @@ def engines_of(
     # The processes of a subgroup have the same changes, so each sends a part of them.
     machines = None
     if isinstance(group, ProcessGroupTransport) and isinstance(subgroup, ProcessGroupTransport):
-        machines, _ = machines_of_subgroups(group, subgroup)
+        machines = machines_of_subgroups(group, subgroup)
     # `on_nonfinite` is about gradients: changes that are not finite always raise.
     for_changes = Settings(health_group=health_group)
     for_gradients = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
