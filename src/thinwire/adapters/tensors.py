@@ -47,16 +47,14 @@ class GradientListAdapter(Joinable):
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = False,
         weight: Weight | None = None,
-        transport: Transport | None = None,
     ) -> None:
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
-        is_alone = process_group is None and os.environ.get("WORLD_SIZE", "1") == "1"
-        if transport is None and is_alone and not dist.is_initialized():
-            transport = InProcessTransport.group(1)[0]
+        transport: Transport = InProcessTransport.group(1)[0]
         # If torchrun has started several processes, each would silently train by itself: this raises.
-        transport = transport or ProcessGroupTransport(process_group, self.parameters[0].device)
+        if process_group is not None or dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1":
+            transport = ProcessGroupTransport(process_group, self.parameters[0].device)
         self._group = transport.group if isinstance(transport, ProcessGroupTransport) else None
         settings = Settings.of(
             grad_scaler=grad_scaler,
