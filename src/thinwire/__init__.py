@@ -131,9 +131,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Import a public name or module when it is first used."""
         if name in _HOME_OF:
-            # Stored, so that each name is looked up once.
-            globals()[name] = getattr(import_module(f"thinwire.{_HOME_OF[name]}"), name)
-            return globals()[name]
+            return getattr(import_module(f"thinwire.{_HOME_OF[name]}"), name)
         if name in _MODULES:
             return import_module(f"thinwire.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
+from typing_extensions import Unpack
 
 from thinwire import algorithms
 from thinwire.adapters.tensors import GradientListAdapter, Gradients
@@ -20,9 +21,6 @@ from thinwire.sync.settings import StepOptions, checked_on_nonfinite, checked_sc
 from thinwire.sync.stats import Stats
 from thinwire.sync.weights import Weight, checked_weight
 from thinwire.torch_private import was_unscaled
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Aggregator(ABC):

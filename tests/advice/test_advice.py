@@ -22,7 +22,7 @@ from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice
 from thinwire.advice.losses import BASELINE, EXACT_LOSS, ExpectedLoss
 from thinwire.advice.prediction import Prediction
-from thinwire.advice.timeline import Sent, Timeline
+from thinwire.advice.priced_steps import Sent, Timeline
 from thinwire.probe.measured_link import MeasuredLink, Transfer
 from thinwire.sync import Engine
 from thinwire.wire import Collective

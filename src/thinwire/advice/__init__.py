@@ -19,8 +19,7 @@ else:
         modules = {"Auto": "automatic", "auto": "automatic", "advise": "forecast"}
         if name not in modules:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = getattr(import_module(f"thinwire.advice.{modules[name]}"), name)
-        return globals()[name]
+        return getattr(import_module(f"thinwire.advice.{modules[name]}"), name)
 
 
 __all__ = ["Advice", "Auto", "ExpectedLoss", "LossGap", "Prediction", "advise", "auto"]

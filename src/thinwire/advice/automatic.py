@@ -150,7 +150,7 @@ class Auto:
         while True:
             self.is_choosing, self.trials = True, ()
             for name in self._candidates:
-                self.trials += ((yield from self._try_out(name, rules.probe_steps)),)
+                self.trials += ((yield from self._try_out(name)),)
             self.chosen, self.is_choosing = choose(contenders(self.trials, rules.least_gain)), False
             self._use(self.chosen.name)
             self._tell(f"from step {self.sync.steps} on: {self}")
@@ -162,7 +162,7 @@ class Auto:
                 self._use(self.chosen.name)
                 for _ in range(rules.every_steps):
                     yield
-                now = yield from self._try_out(BASELINE, rules.probe_steps)
+                now = yield from self._try_out(BASELINE)
             self._tell(f"{_timed(now)}, in its trial {_timed(before)}: choosing again")
 
     def _use(self, name: str) -> None:
@@ -170,14 +170,14 @@ class Auto:
         if self.sync.algorithm != self._candidates[name].algorithm:
             self.sync.use(self._candidates[name].algorithm)
 
-    def _try_out(self, name: str, num_steps: int) -> Generator[None, float, Prediction]:
+    def _try_out(self, name: str) -> Generator[None, float, Prediction]:
         traffic = self._engine.traffic
         self._use(name)
         for _ in range(UNTIMED_STEPS):
             yield
         bytes_before, steps_before = traffic.message_bytes, self.sync.steps
         seconds = []
-        for _ in range(num_steps):
+        for _ in range(self._rules.probe_steps):
             seconds.append((yield))
         # The slowest process sets the pace.
         numbers = quantiles(seconds, n=4, method="inclusive")

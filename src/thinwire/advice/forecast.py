@@ -20,7 +20,6 @@ from thinwire.advice.notes import notes_on_link, notes_on_losses
 from thinwire.advice.prediction import checked_budget, checked_gain, checked_steps
 from thinwire.advice.priced_steps import PricedSteps
 from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark, mean_over_processes
-from thinwire.advice.stopwatch import Stopwatch
 from thinwire.advice.trained import notes_on_optimizer, optimizer_name, training_of
 from thinwire.checks import number
 from thinwire.comm import ProcessGroupTransport
@@ -99,13 +98,13 @@ def advise(
             entered.enter_context(group_of_one())
         link, transport = _link_between_replicas(module, probe, replicas), ProcessGroupTransport()
         training = training_of(module, name, link.members, total_steps)
-        stopwatch = Stopwatch(link.members, device)
+        benchmark = StepBenchmark(link.members, device)
         kind = import_module(SHARDED).ShardedSubject if is_fsdp2(module) else DDPSubject
-        subject = kind(module, stopwatch.transport, entered)
+        subject = kind(module, benchmark.transport, entered)
         gradient_bytes = sum(p.nbytes for p in subject.model.parameters() if p.requires_grad)
         means = partial(mean_over_processes, transport=transport)
         steps = PricedSteps(training, gradient_bytes, means, subject.shards)
-        StepBenchmark(subject, one_step, stopwatch).run(steps, budget_seconds, progress)
+        benchmark.run(subject, one_step, steps, budget_seconds, progress)
         notes = (
             *notes_on_losses(name, total_steps),
             *notes_on_optimizer(optimizer),

@@ -171,8 +171,9 @@ def expected_loss(
 
 def nearest_gap(name: str, training: Training) -> LossGap | None:
     """Return the gap of the nearest training; for an unknown optimizer, the largest of each optimizer's."""
-    nearest: dict[str, LossGap] = {}
-    for optimizer in known_optimizers():
+    # The loss with a different optimizer would say nothing, even if this one was not measured.
+    known, nearest = known_optimizers(), list[LossGap]()
+    for optimizer in [training.optimizer] if training.optimizer in known else known:
         gaps = [gap for gap in loss_gaps() if (gap.name, gap.optimizer) == (name, optimizer)]
         if name.startswith(LOW_RANK) and training.optimizer != "SGD":
             gaps = [gap for gap in gaps if training.parameters <= MAX_TIMES_LARGER * gap.parameters]
@@ -182,12 +183,9 @@ def nearest_gap(name: str, training: Training) -> LossGap | None:
             # Longer runs lose less, and say nothing about a shorter one.
             most_steps = max(min(gap.steps for gap in gaps), training.steps or 0)
             short = [gap for gap in gaps if gap.steps <= most_steps]
-            nearest[optimizer] = min(short, key=lambda gap: (_distance(gap, training), -gap.seeds))
-    if training.optimizer in known_optimizers():
-        # The loss with a different optimizer would say nothing, even if this one was not measured.
-        return nearest.get(training.optimizer)
+            nearest.append(min(short, key=lambda gap: (_distance(gap, training), -gap.seeds)))
     # For an optimizer without measurements, assume the worst.
-    return max(nearest.values(), key=lambda gap: (not _is_as_short(gap, training), gap.percent), default=None)
+    return max(nearest, key=lambda gap: (not _is_as_short(gap, training), gap.percent), default=None)
 
 
 def _is_as_short(gap: LossGap, training: Training) -> bool:

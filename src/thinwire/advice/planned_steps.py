@@ -17,8 +17,7 @@ from thinwire.advice.losses import Training, name_in_table
 from thinwire.advice.notes import notes_on_link, notes_on_losses
 from thinwire.advice.prediction import checked_budget, checked_steps
 from thinwire.advice.priced import ARITHMETIC_SOURCE, InBlocks, Shape
-from thinwire.advice.priced_steps import PricedSteps, TimedSteps
-from thinwire.advice.timeline import Sent, Timeline
+from thinwire.advice.priced_steps import PricedSteps, Sent, TimedSteps, Timeline
 from thinwire.probe.measured_link import MeasuredLink
 from thinwire.wire import Collective
 

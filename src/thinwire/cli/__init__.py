@@ -14,8 +14,6 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["build_app", "main"]
-
 CLI_PACKAGES = ("matplotlib", "numpy", "rich", "typer")
 COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run", "attach")
 

@@ -15,12 +15,7 @@ import typer
 
 from thinwire.checks import processes_here
 from thinwire.errors import ConfigError
-from thinwire.launch import (
-    LocalJob,
-    join_group,
-    leave_group,
-    python_module,
-)
+from thinwire.launch import LocalJob, join_group, leave_group, python_module
 from thinwire.local_job import is_in_local_job
 
 # Options of commands that run on the processes of a job.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
+from typing_extensions import Unpack
 
 from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.exact import WireDtype
@@ -26,9 +27,6 @@ from thinwire.sync.settings import StepOptions
 from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save
 from thinwire.sync.stats import Stats
 from thinwire.torch_private import not_compiled
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +104,7 @@ class PowerSGDState(HookState):
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
-        **options: "Unpack[HookOptions]",
+        **options: Unpack[HookOptions],
     ) -> None:
         if not isinstance(process_group, dist.ProcessGroup | None):
             raise ConfigError(

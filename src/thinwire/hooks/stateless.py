@@ -262,8 +262,6 @@ _agreed = WeakTensorKeyDictionary()
 
 def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Tensor]) -> None:
     """Raise, when a bucket is new to a hook, if processes use different hooks or buckets."""
-    if not parameters:
-        return
     sizes = tuple(parameter.numel() for parameter in parameters)
     # A reference to the group itself: a later group may have the same name.
     agreed = (weakref.ref(transport.group), how, sizes)

@@ -21,9 +21,10 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from typing_extensions import Unpack
 
 from thinwire.adapters.attach import attach as attach_model
 from thinwire.adapters.setup import ALONE, live_objects
@@ -63,9 +64,6 @@ except ImportError as error:
         "thinwire.integrations.transformers needs transformers 4.51 or later and accelerate: "
         "pip install '.[transformers]' in a clone of Thinwire"
     ) from error
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +237,9 @@ class ThinwireCallback(TrainerCallback):
             self.enter(self._found(state))
         trainer = cast(Trainer, self._trainer)
         model, optimizer, scaler = trainer.model_wrapped, trainer.optimizer, trainer.accelerator.scaler
-        options = self._replicas(trainer)
+        options: dict[str, Any] = {}
+        if trainer.is_fsdp_enabled and "replicas" not in getattr(self.algorithm, "keywords", {}):
+            options["replicas"] = trainer.accelerator.torch_device_mesh["dp_replicate"]
         # If the Trainer has resumed, the step is already the checkpoint's.
         folder = self._resumed_folder(args, state) if state.global_step > 0 else None
         if self._averages_models:
@@ -306,12 +306,6 @@ class ThinwireCallback(TrainerCallback):
         # The Trainer has already copied the log into its history before it calls callbacks.
         logs.update(metrics)
         state.log_history[-1].update(metrics)
-
-    def _replicas(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the argument for an FSDP2 model's replicas; empty if a partial has it."""
-        if "replicas" in getattr(self.algorithm, "keywords", {}) or not trainer.is_fsdp_enabled:
-            return {}
-        return {"replicas": trainer.accelerator.torch_device_mesh["dp_replicate"]}
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Return the checkpoint's folder; None if it was saved without Thinwire."""

@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 
 from thinwire.checks import whole_number
 from thinwire.errors import CommunicationError, ConfigError
-from thinwire.lab import link_check, relay
+from thinwire.lab import link_check
 from thinwire.lab.relay import Delays
-
-__all__ = ["SECONDS", "LinkSpec", "Network", "check_machine", "number_with_unit"]
 
 # Addresses end in 1 to 254.
 MAX_MACHINES = 200
@@ -29,7 +27,6 @@ SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 MIN_BURST_BYTES = 68 * 2**10
 BURST_SECONDS = 1e-3
 QUEUE_SECONDS = 0.1  # packets that wait longer are dropped
-READY = "it stands"
 INTERFACE = "eth0"
 PORT = 29500
 PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
@@ -141,7 +138,7 @@ class Network:
                 opened.callback(_end, self._namespaces[machine].holder)
                 self._add_link(machine)
             if self.has_relay:
-                opened.callback(_end, _held(self._core.command(*self.delays.command(ends)), relay.READY))
+                opened.callback(_end, _held(self._core.command(*self.delays.command(ends))))
             else:
                 self._run_in_core("link", "add", "core", "type", "bridge")
                 self._run_in_core("link", "set", "core", "up")
@@ -186,7 +183,7 @@ class Network:
         Raises if the link differs from the requested one by more than a tenth.
         """
         script = [sys.executable, "-S", link_check.__file__]
-        server = _held(self.command_in(1, *script, "serve"), link_check.READY)
+        server = _held(self.command_in(1, *script, "serve"))
         try:
             measuring = [*script, "measure", self.address(1), str(CHECK_SECONDS)]
             round_trip, rate = json.loads(_run(*self.command_in(0, *measuring)))
@@ -243,8 +240,8 @@ class Namespace:
     def __init__(self, outer: Namespace | None = None) -> None:
         flags = _allowed_flags() if outer is None else ["--net"]
         # When the holder prints, `unshare` has made the namespace; before, there is nothing to enter.
-        make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
-        self.holder = _held(make if outer is None else outer.command(*make), READY)
+        make = ["unshare", *flags, "sh", "-c", "echo ready; exec sleep infinity"]
+        self.holder = _held(make if outer is None else outer.command(*make))
         # A namespace belongs to the user namespace that made it: enter that to configure it.
         self._enter_user: list[str] = [] if outer is None else outer._enter_user
         if "--user" in flags:
@@ -266,8 +263,8 @@ def _allowed_flags() -> list[str]:
     raise ConfigError(f"the lab can't make a network namespace: {do}, as docs/lab.md says")
 
 
-def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
-    """Start a part of the lab, which ends with this process; return after it has printed `ready`."""
+def _held(command: list[str]) -> subprocess.Popen[str]:
+    """Start a part of the lab, which ends with this process; return after it has printed that it is ready."""
     part = subprocess.Popen(
         # Ended by the kernel, not an exit handler: even if this process is killed.
         ["setpriv", "--pdeathsig", "KILL", "--", *command],
@@ -279,8 +276,8 @@ def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
     )
     assert part.stdout is not None
     with part.stdout as printed:
-        is_there = printed.readline().strip() == ready
-    if not is_there:
+        is_ready = printed.readline() == "ready\n"
+    if not is_ready:
         _end(part)
         raise CommunicationError(f"a part of the lab has ended; see its output: {' '.join(command)}")
     return part

@@ -17,7 +17,6 @@ from functools import partial
 from statistics import quantiles
 from threading import Thread
 
-READY = "listening"
 PORT = 29490
 CONNECTIONS = 8  # a single one may be slower than its link, because its window is limited
 DATAGRAMS, BETWEEN_DATAGRAMS_SECONDS, PATIENCE_SECONDS = 15, 0.01, 3.0
@@ -28,7 +27,7 @@ def serve() -> None:
     """Send datagrams back, and read from connections."""
     server, echo = socket.create_server(("", PORT)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     echo.bind(("", PORT))
-    print(READY, flush=True)
+    print("ready", flush=True)
     _repeat(lambda: echo.sendto(*echo.recvfrom(64)))
     while True:
         _repeat(partial(server.accept()[0].recv, 2**20))

@@ -17,8 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 
-READY = "the relay stands"
-
 EVERY_PROTOCOL = socket.htons(3)
 SOL_PACKET, PACKET_VNET_HDR = 263, 15
 # With this header each frame says which checksum it lacks and how to cut it into packets. So frames of 64 KiB
@@ -50,7 +48,7 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
     ports = [_opened(name) for name in interfaces]
     with suppress(PermissionError):  # only root may raise its priority
         os.nice(-20)
-    print(READY, flush=True)
+    print("ready", flush=True)
     draws = random.Random(0)
     port_of: dict[bytes, int] = {}  # by hardware address, learned from sent frames
     due_frames: list[tuple[float, int, list[int], bytes]] = []

@@ -195,7 +195,7 @@ class _BeforeFirstPass:
             if self._options.strict:
                 raise AttachError(why)
             self._votes.say(f"no process loads its saved state: {why}")
-            run = _Run(_attach(model, self._options), self._options, self._votes)
+            run.sync = _attach(model, self._options)
         run.begin()
 
 
@@ -238,12 +238,7 @@ class _RunsOfThread(weakref.WeakSet["_Run"]):
             run.end()
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.runs = _RunsOfThread()
-
-
-_of_thread = _OfThread()
+_of_thread = threading.local()
 
 
 class _Run:
@@ -257,7 +252,7 @@ class _Run:
     def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
         self.sync, self.options, self.votes = sync, options, votes
         self._folder = None if options.checkpoint is None else Path(self._numbered(options.checkpoint))
-        self._watch, self._is_told_to_end = ExitStack(), False
+        self._watch, self.is_told_to_end = ExitStack(), False
 
     def load(self) -> str:
         """Load the folder's state; return why not all processes have loaded the same step's. Collective."""
@@ -275,7 +270,7 @@ class _Run:
         self._stats, self.has_begun = self.sync.stats(), True
         engine_of(self.sync).reporter.observers.append(self._after_step)
         _runs.add(self)
-        _of_thread.runs.add(self)
+        _of_thread.__dict__.setdefault("runs", _RunsOfThread()).add(self)
         # Processes that multiprocessing forks end without running atexit's functions.
         Finalize(None, _end_runs, exitpriority=0)
         if self._folder is None:
@@ -298,12 +293,9 @@ class _Run:
             except (ThinwireError, OSError) as error:
                 _say(f"nothing is recorded: {error}")
 
-    def tell_to_end(self) -> None:
-        self._is_told_to_end = True
-
     def _after_step(self, committed: bool) -> None:
         # Not in the signal handler, which may run in the middle of a step.
-        if self._is_told_to_end:
+        if self.is_told_to_end:
             _end_runs()
             _end_by_sigterm()
 
@@ -341,7 +333,7 @@ class _Run:
 
 def _tell_runs_to_end(*_: object) -> None:
     for run in list(_runs):
-        run.tell_to_end()
+        run.is_told_to_end = True
     if not any(run.has_begun for run in _runs):  # no step follows
         _end_by_sigterm()
 

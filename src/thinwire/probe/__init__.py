@@ -16,7 +16,6 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from thinwire.probe.prober import probe  # noqa: PLC0415
 
-        globals()[name] = probe
         return probe
 
 

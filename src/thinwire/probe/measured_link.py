@@ -59,12 +59,11 @@ class MeasuredLink:
         # Without a rate, every larger message would seem to take as long as the largest probed one.
         probe.known_rate()
         sizes = {len(node) for node in probe.nodes} if len(probe.nodes) > 1 else {1}
-        if sizes == {1} or len(sizes) > 1:
-            return cls(probe, probe.world_size, shards)
+        size = sizes.pop() if len(sizes) == 1 else 1
         # If each machine holds a replica, either all processes were probed, or one of each machine.
-        if shards > 1:
-            return cls(probe, len(probe.nodes) if sizes == {shards} else probe.world_size, shards)
-        return cls(probe, len(probe.nodes), processes=sizes.pop())
+        if size == 1 or shards not in (1, size):
+            return cls(probe, probe.world_size, shards)
+        return cls(probe, len(probe.nodes), shards, size // shards)
 
     def transfer(
         self, collective: Collective, handed_bytes: int, *, round_trip_seconds: float | None = None
