@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -281,38 +281,38 @@ def fsdp_states(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def fsdp_groups(state: Any) -> list[Any]:
-    """Return a state's parameter groups, each reduced as one; before torch 2.12 one or none."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
+class FSDPModel:
+    """FSDP2's view of a model: its states, and groups of parameters that are reduced as one."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.states, self.groups = fsdp_states(model), list[Any]()
+        for state in self.states:
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # before torch 2.12 there was one, or none
+                groups = [group for group in [state._fsdp_param_group] if group]
+            self.groups += groups
 
-def fsdp_parameters(group: Any) -> list[tuple[str | None, nn.Parameter]]:
-    """Return the shards that get gradients from a group; names are known from the first forward pass on."""
-    return [(param._param_fqn, param.sharded_param) for param in group.fsdp_params]
+    def shards_of(self, group: int) -> list[tuple[str | None, nn.Parameter]]:
+        """Return the shards that get gradients from a group; named from the first forward pass on."""
+        return [(param._param_fqn, param.sharded_param) for param in self.groups[group].fsdp_params]
 
+    def has_calls_to_come(self, group: int) -> bool:
+        """Return whether some forward calls of a group have not run backward in this pass; some never do."""
+        return bool(self.groups[group]._post_forward_indices)
 
-def fsdp_waits(states: Iterable[Any], groups: Iterable[Any]) -> bool:
-    """Return whether `set_requires_gradient_sync(False)` or `set_is_last_backward(False)` was called."""
-    reduces = all(group.all_reduce_grads and group.reduce_grads for group in groups)
-    return not reduces or not all(state._state_ctx.is_last_backward for state in states)
+    @property
+    def waits_for_more(self) -> bool:
+        """Whether the user has announced another backward pass of the same step."""
+        reduces = all(group.all_reduce_grads and group.reduce_grads for group in self.groups)
+        return not reduces or not all(state._state_ctx.is_last_backward for state in self.states)
 
+    @property
+    def is_inside_another(self) -> bool:
+        """Whether it is part of a larger FSDP2 model; known from its first forward pass on."""
+        # The first module to run is a root. There are several roots if no module holds the others.
+        return all(state._is_root is False for state in self.states)
 
-def fsdp_has_calls_to_come(group: Any) -> bool:
-    """Return whether some forward calls of a group's modules have not run backward yet in this pass."""
-    return bool(group._post_forward_indices)
-
-
-def fsdp_is_root(state: Any) -> bool | None:
-    """Return whether its module is the root, in no other state's module; None before the first forward."""
-    return cast("bool | None", state._is_root)
-
-
-def fsdp_is_finalized_by_hand(state: Any) -> bool:
-    """Return whether the user calls `finalize_backward`, as torch 2.15 allows."""
-    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
-
-
-def fsdp_mesh_info(group: Any) -> Any:
-    """Return a group's mesh info: `mesh`, `shard_mesh_dim`, `shard_process_group`, and `replicate_…`."""
-    return group.mesh_info
+    @property
+    def is_finalized_by_hand(self) -> bool:
+        """Whether the user calls `finalize_backward`, as torch 2.15 allows."""
+        return any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self.states)

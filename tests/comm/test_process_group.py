@@ -163,7 +163,7 @@ def test_ranks_are_those_of_the_group() -> None:
 
 def test_only_what_a_backend_raises_is_renamed() -> None:
     for error in (ValueError("a bug"), KeyboardInterrupt()):
-        work = DistWork([Mock(wait=Mock(side_effect=error))], "a gather")
+        work = DistWork(Mock(wait=Mock(side_effect=error)), "a gather")
         with pytest.raises(type(error)):
             work.wait()
 

@@ -15,34 +15,18 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters import ddp_model
-from thinwire.adapters.setup import (
-    allow_steps_inside,
-    averaged_models,
-    contributor_scales,
-    divide_by_contributors,
-    log_start,
-    new_engine,
-    refuse_averaged_twice,
-    refuse_steps_inside,
-)
+from thinwire import torch_private
+from thinwire.adapters import ddp_model, setup
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
-from thinwire.errors import AttachError, ConfigError, GradientError, NonfiniteError, StepError
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings, streams
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
-from thinwire.torch_private import (
-    at_end_of_backward,
-    backward_pass,
-    comm_hooks,
-    ddp_parameters,
-    not_compiled,
-    running_node,
-)
+from thinwire.torch_private import comm_hooks, ddp_parameters
 
 PATIENCE_SECONDS = 10.0
 ONE_EACH = "make one state for each model"  # advice in errors
@@ -55,7 +39,7 @@ def attach_ddp(
     model, transport = attachable(holder)
     adapter = adapter_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: adapter, ATTACHED)
-    log_start(adapter.engine, model.parameters())
+    setup.log_start(adapter.engine, model.parameters())
     # A new handle: the adapter's own would create a reference cycle.
     return GradientSync(adapter.engine, switch.free)
 
@@ -68,7 +52,7 @@ def attachable(holder: torch.nn.Module) -> tuple[DistributedDataParallel, Proces
     ddp_model.check_attachable(model)
     ddp_model.check_options(model)
     transport = _transport_of(model)
-    refuse_averaged_twice(model.parameters(), transport, AttachError)
+    setup.refuse_averaged_twice(model.parameters(), transport, AttachError)
     return model, transport
 
 
@@ -85,32 +69,22 @@ def adapter_of(
     layout: Layout = False,
 ) -> "DDPAdapter":
     """Return an adapter that knows the names of the model's parameters; not registered yet. Collective."""
-    ddp_model.check_options(model)
     specs = [ParameterSpec.of(name, p) for p, name in ddp_model.names_in(model).items() if p.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
-    adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), model)
-    refuse_steps_inside(adapter, ddp_parameters(model))
+    adapter = DDPAdapter(setup.new_engine(algorithm, transport, specs, settings, layout), model)
+    setup.refuse_steps_inside(adapter, ddp_parameters(model))
     return adapter
 
 
 def adapter_of_hook(
-    hook_state: object,
-    parameters: list[torch.Tensor],
-    algorithm: Algorithm,
-    transport: Transport,
-    settings: Settings,
-    layout: Layout,
+    hook_state: object, algorithm: Algorithm, transport: Transport, settings: Settings, layout: Layout
 ) -> "DDPAdapter":
-    """Return an adapter for a hook that is called with this state and a bucket's parameters. Collective."""
+    """Return an adapter for a hook that is called with this state. Collective."""
 
     def is_registered(model: DistributedDataParallel) -> bool:
         return any(state is hook_state for _, state in comm_hooks(model))
 
-    # A hook does not get its model.
-    found = ddp_model.find_ddp_models(
-        lambda model: is_registered(model) or ddp_model.holds(model, parameters)
-    )
-    models = list(filter(is_registered, found))
+    models = ddp_model.find_ddp_models(is_registered)  # a hook does not get its model
     if len(models) > 1:
         shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
         raise ConfigError(f"{shared}; {ONE_EACH}")
@@ -120,9 +94,8 @@ def adapter_of_hook(
     else:
         # Inside the user's own hook: the model's options are unknown, so assume the costlier one.
         settings = replace(settings, may_be_unused=True)
-        adapter = DDPAdapter(new_engine(algorithm, transport, (), settings, layout))
-        adapter.look_at(found[0] if len(found) == 1 else None)
-    log_start(adapter.engine, models[0].parameters() if models else ())
+        adapter = DDPAdapter(setup.new_engine(algorithm, transport, (), settings, layout))
+    setup.log_start(adapter.engine, models[0].parameters() if models else ())
     return adapter
 
 
@@ -146,10 +119,9 @@ class DDPAdapter:
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Start a bucket, and finish the step with the last one; return a future of the bucket's mean."""
-        flat, current = dense_buffer(bucket), backward_pass()
+        flat, current = dense_buffer(bucket), torch_private.backward_pass()
         if self._is_new:
-            known = self._model
-            self.look_at(ddp_model.ddp_model_of(bucket.parameters()) if known is None else known())
+            self._look_at_model(bucket)
         step = self._step if self._step is not None and self._step.is_open else None
         graph = self._static_graph
         if graph is not None and graph.leaves_out(bucket, step):
@@ -158,15 +130,15 @@ class DDPAdapter:
         # any pass: a process without input shadows the others.
         if current not in (-1, self._watched_pass):
             self._watched_pass = current
-            at_end_of_backward(self._check_finished)
+            torch_private.at_end_of_backward(self._check_finished)
         future, has_none = new_future(flat.device), flat.device.type in streams.WITHOUT_STREAMS
         try:
-            if contributor_scales:
-                divide_by_contributors(bucket.parameters(), flat, self.engine.transport.size)
+            if setup.contributor_scales:
+                setup.divide_by_contributors(bucket.parameters(), flat, self.engine.transport.size)
             beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
             with beside:
                 # Time both together: while a bucket is opened, and processes agree, its gradients wait.
-                with self.engine.clock.inside(self.engine.traffic):
+                with self.engine.clock.inside():
                     state = self._buckets.of(bucket.parameters())
                     step = step or self._begin(bucket)
                     used = None
@@ -175,9 +147,7 @@ class DDPAdapter:
                         self._copy_unused(bucket, state.specs, used)
                     step.start(state, flat, used)
                 self._waiting.append((future, flat))
-                is_last = (
-                    bucket.is_last() if self._static_graph is None else self._static_graph.is_last(bucket)
-                )
+                is_last = bucket.is_last() if graph is None else graph.is_last(bucket)
                 if is_last:
                     self._finish(step, is_pass=current != -1)
             if is_last and not has_none:
@@ -192,8 +162,8 @@ class DDPAdapter:
 
     def _begin(self, bucket: GradBucket) -> Step:
         # With the user's own hook the model is unknown, and may be averaged within a machine only.
-        if averaged_models and self._model is not None:
-            refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
+        if setup.averaged_models and self._model is not None:
+            setup.refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
         if self._static_graph is not None:
             self._static_graph.num_taken = 0
         self._step = self.engine.begin(pipelined=True)
@@ -226,22 +196,17 @@ class DDPAdapter:
 
     def _report_nonfinite(self) -> None:
         """Warn of a step that was not committed; or make `backward()` raise at its end."""
-        try:
-            self.engine.raise_unless(committed=False)
-        except NonfiniteError as error:
-            refusal = error
-
-            def raise_it() -> NoReturn:
-                raise refusal
-
-            # Raising now would leave DDP in the middle of its step. DDP queues the step's end after the hook
-            # has returned. A callback queued by our callback runs after it, and the model stays usable.
-            at_end_of_backward(lambda: at_end_of_backward(raise_it))
-        else:
+        if self.engine.settings.on_nonfinite != "raise":
             self.engine.reporter.warn_of_nonfinite()
+            return
+        raise_it = partial(self.engine.raise_unless, committed=False)
+        # Raising now would leave DDP in the middle of its step. DDP queues the step's end after the hook has
+        # returned. A callback queued by our callback runs after it, and the model stays usable.
+        torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(raise_it))
 
-    def look_at(self, model: DistributedDataParallel | None) -> None:
-        """Check the model at the first bucket; None if it could not be found."""
+    def _look_at_model(self, bucket: GradBucket) -> None:
+        """Check the options of the model, if it can be found, at the first bucket."""
+        model = ddp_model.ddp_model_of(bucket.parameters()) if self._model is None else self._model()
         if model is not None:
             ddp_model.check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None
@@ -261,11 +226,11 @@ class DDPAdapter:
 
     def remove_hooks(self) -> None:
         """Remove hooks of the model's parameters, and allow steps inside its backward pass again."""
-        allow_steps_inside(self)
+        setup.allow_steps_inside(self)
         if self._used is not None:
             self._used.remove()
 
-    @not_compiled
+    @torch_private.not_compiled
     def _check_finished(self) -> None:
         """Ensure that a backward pass ends even if some of its buckets were never ready.
 
@@ -275,7 +240,7 @@ class DDPAdapter:
         step = self._step
         num_started = step.num_parameters if step is not None and step.is_open else 0
         # A nested pass, such as a checkpoint's: the outer one ends later.
-        if not num_started or running_node() is not None:
+        if not num_started or torch_private.running_node() is not None:
             return
         # On a separate thread: this one will block in DDP's code until the futures have results. A daemon
         # thread, so that a process that fails meanwhile can end.
@@ -294,7 +259,7 @@ class DDPAdapter:
                 )
 
         # Queued now, it runs after DDP's own end of the step, which waits for the futures.
-        at_end_of_backward(after_ddp)
+        torch_private.at_end_of_backward(after_ddp)
 
 
 class _StaticGraph:
@@ -415,7 +380,7 @@ def switched(
     return switch
 
 
-@not_compiled
+@torch_private.not_compiled
 def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
     """Run the current adapter on a bucket: the hook that is registered with DDP."""
     adapter = state.adapter_now()  # the same one throughout a pass

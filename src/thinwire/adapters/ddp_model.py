@@ -152,14 +152,10 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
     return ddp_models[0] if ddp_models else None
 
 
-def holds(model: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether all of these are parameters of a DDP model."""
-    return set(map(id, ddp_parameters(model))).issuperset(map(id, parameters))
-
-
-def ddp_model_of(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """Return the DDP model with these parameters; None if there are several."""
-    holding = find_ddp_models(lambda model: holds(model, parameters))
+def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
+    """Return the DDP model with all of these parameters; None if there are several."""
+    ids = set(map(id, parameters))
+    holding = find_ddp_models(lambda model: ids.issubset(map(id, ddp_parameters(model))))
     return holding[0] if len(holding) == 1 else None
 
 

@@ -13,7 +13,7 @@ forward pass. Each layer uses the same weights as with `attach`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -221,6 +221,7 @@ class ForwardAdapter:
 
     def install(self, root: nn.Module) -> None:
         """Replace the optimizer's step, and intercept reads of parameters."""
+        self.engine.settle = self.flush
         for deferred in self._optimizers:
             deferred.replace_step(self.send_means)
             target = deferred.optimizer
@@ -408,7 +409,7 @@ class ForwardAdapter:
 
 
 class OverlappedSync(GradientSync):
-    """The handle of `overlap_forward`. Its methods step all pending parameters first."""
+    """The handle of `overlap_forward`. Its methods step all pending parameters first (`Engine.settle`)."""
 
     def __init__(self, adapter: ForwardAdapter, detach: Any) -> None:
         super().__init__(adapter.engine, detach)
@@ -426,28 +427,10 @@ class OverlappedSync(GradientSync):
 
     @contextmanager
     def dry(self) -> Iterator[Callable[[], None]]:
-        self.flush()
         with super().dry() as keep:
             yield keep
             self.flush()
 
     def use(self, algorithm: Algorithm) -> None:
         check_algorithm(algorithm)
-        self.flush()
         super().use(algorithm)
-
-    def state_dict(self) -> dict[str, Any]:
-        self.flush()
-        return super().state_dict()
-
-    def local_state_dict(self) -> dict[str, Any]:
-        self.flush()
-        return super().local_state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        self.flush()
-        super().load_state_dict(state, strict=strict)
-
-    def detach(self) -> None:
-        self.flush()
-        super().detach()

@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, PowerSGD
-from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of, why_by_itself
+from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of
+from thinwire.comm.machines import why_by_itself
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
@@ -60,8 +61,8 @@ def new_engine(
     """Return an engine that sends once per machine if machines have several processes. Collective."""
     machines = None
     if isinstance(transport, ProcessGroupTransport):
-        machines, uneven = machines_of(transport, layout)
-        if layout is True and machines is None and not uneven:
+        machines = machines_of(transport, layout)
+        if layout is True and machines is None:
             why = why_by_itself(transport, dist.get_process_group_ranks(transport.group))
             if why and not transport.rank:
                 logger.warning("%s", why)

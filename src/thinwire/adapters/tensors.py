@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.setup import (
-    Shadow,
-    log_start,
-    new_engine,
-    refuse_averaged_twice,
-    refuse_weight_of_contributors,
-)
+from thinwire.adapters import setup
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.comm import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import members_over_contributors
@@ -27,7 +21,6 @@ from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.sync.weights import Weight, multiply
-from thinwire.tensors import accelerators
 from thinwire.torch_private import not_compiled
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]
@@ -54,16 +47,14 @@ class GradientListAdapter(Joinable):
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = False,
         weight: Weight | None = None,
-        transport: Transport | None = None,
     ) -> None:
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
-        is_alone = process_group is None and os.environ.get("WORLD_SIZE", "1") == "1"
-        if transport is None and is_alone and not dist.is_initialized():
-            transport = InProcessTransport.group(1)[0]
+        transport: Transport = InProcessTransport.group(1)[0]
         # If torchrun has started several processes, each would silently train by itself: this raises.
-        transport = transport or ProcessGroupTransport(process_group, self.parameters[0].device)
+        if process_group is not None or dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1":
+            transport = ProcessGroupTransport(process_group, self.parameters[0].device)
         self._group = transport.group if isinstance(transport, ProcessGroupTransport) else None
         settings = Settings.of(
             grad_scaler=grad_scaler,
@@ -72,10 +63,10 @@ class GradientListAdapter(Joinable):
             typed=self._typed,
             weight=weight,
         )
-        self.engine = new_engine(algorithm, transport, self._specs, settings, machines)
+        self.engine = setup.new_engine(algorithm, transport, self._specs, settings, machines)
         self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
-        log_start(self.engine, self.parameters)
+        setup.log_start(self.engine, self.parameters)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -90,9 +81,9 @@ class GradientListAdapter(Joinable):
         gradient that only this process lacks counts as zeros.
         """
         self._check(gradients)
-        refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
+        setup.refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
         # All of this is exposed time: the gradients are ready from the beginning, and the caller waits.
-        with self.engine.clock.inside(self.engine.traffic):
+        with self.engine.clock.inside():
             # Before all other collectives of the step: a shadowing process starts with this one.
             scale = members_over_contributors(self)
             self.engine.agree(self.parameters[0].device)
@@ -142,15 +133,8 @@ class GradientListAdapter(Joinable):
     def _used_anywhere(self, gradients: Gradients) -> list[int]:
         """Return the indices of parameters that have a gradient on any process."""
         # Buckets must be the same everywhere: a parameter used by any process is in them on all.
-        flags = torch.tensor(
-            [gradient is not None for gradient in gradients], dtype=torch.uint8, device="cpu"
-        )
-        # Not over `engine.wire`: the step has not begun, and injected faults count that step's messages.
-        flags = accelerators.to_device_async(self.engine.metered.control_device, flags)
-        purpose = f"step {self.engine.steps}, which parameters were used"
-        if self.engine.partition is not None:
-            self.engine.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()
-        self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
+        work, flags = self.engine.send_used([gradient is not None for gradient in gradients])
+        work.wait()
         return [index for index, is_used in enumerate(flags.tolist()) if is_used]
 
     # Uneven inputs: see thinwire.join.
@@ -158,9 +142,9 @@ class GradientListAdapter(Joinable):
     def join_hook(self, **options: Any) -> JoinHook:
         divides_by_initial = options.get("divide_by_initial_world_size", True)
         if not divides_by_initial:
-            refuse_weight_of_contributors(self.engine)
+            setup.refuse_weight_of_contributors(self.engine)
         self._divides_by_initial = divides_by_initial
-        return Shadow(
+        return setup.Shadow(
             self,
             step=lambda: self.average([None] * len(self.parameters)),
             # A process that shadowed others has made no optimizer steps meanwhile.

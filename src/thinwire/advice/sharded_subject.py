@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.adapters.sharded.fsdp import FSDPAdapter, refuse_attached, specs_of
 from thinwire.adapters.sharded.view import ShardedModel, local_of, pieces_of, replicas_of, reshard
 from thinwire.algorithms import Algorithm
-from thinwire.comm import ProcessGroupTransport, Transport, gather_bytes
+from thinwire.comm import Transport, gather_bytes
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe, probe
 from thinwire.sync import Engine, Settings
@@ -50,12 +49,12 @@ class ShardedSubject:
 def shards_of(model: nn.Module) -> Transport:
     """Return the transport between the processes of a replica."""
     sharded = ShardedModel(model)
-    mesh = sharded.mesh_of_shards()
+    sharded.refuse_native()
     if sharded.is_replicated:
         raise ConfigError(
             "advise got a model with replicate, which is whole on each process; pass the plain module"
         )
-    return ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
+    return sharded.shards()
 
 
 def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.adapters.ddp import DDPAdapter, adapter_of, switched
 from thinwire.advice.priced_steps import PricedSteps, Sent, TimedSteps, Timeline
 from thinwire.algorithms import Algorithm
-from thinwire.comm import CompletedWork, Message, Recording, Transport, Work, gather_numbers, own_subgroup
+from thinwire.comm import Message, Recording, Transport, Work, gather_numbers
+from thinwire.comm.process_group import own_subgroup
+from thinwire.comm.transport import CompletedWork
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine
 from thinwire.sync.streams import record_event

@@ -8,30 +8,14 @@
 from thinwire.comm.agreement import CALL, Description, agree
 from thinwire.comm.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked, true_for_all
 from thinwire.comm.in_process import InProcessTransport, run_members
-from thinwire.comm.machines import (
-    Layout,
-    Machines,
-    machines_of,
-    machines_of_subgroups,
-    ranks_by_machine,
-    why_by_itself,
-)
+from thinwire.comm.machines import Layout, Machines, machines_of
 from thinwire.comm.metered import Metered, Note, Recording, Traffic
-from thinwire.comm.process_group import (
-    ProcessGroupTransport,
-    checked_group,
-    control_transport,
-    future_of,
-    over_connections,
-    own_group,
-    own_subgroup,
-)
-from thinwire.comm.transport import CombinedWork, CompletedWork, Message, Transport, Work
+from thinwire.comm.process_group import ProcessGroupTransport, checked_group
+from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 
 __all__ = [
     "CALL",
     "CombinedWork",
-    "CompletedWork",
     "Description",
     "InProcessTransport",
     "Layout",
@@ -46,19 +30,11 @@ __all__ = [
     "Work",
     "agree",
     "checked_group",
-    "control_transport",
     "copy_from",
-    "future_of",
     "gather_bytes",
     "gather_numbers",
     "gather_stacked",
     "machines_of",
-    "machines_of_subgroups",
-    "over_connections",
-    "own_group",
-    "own_subgroup",
-    "ranks_by_machine",
     "run_members",
     "true_for_all",
-    "why_by_itself",
 ]

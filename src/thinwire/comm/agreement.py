@@ -69,7 +69,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
 
 
 def alike_on_all_shards(
-    shards: Transport, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], Result]
+    shards: Transport, purpose: str, described: Description, action: Callable[[], Result]
 ) -> Result:
     """Run an action with the replicas of this shard; raise on all shards if it fails on any."""
     refusal = None
@@ -79,7 +79,7 @@ def alike_on_all_shards(
         refusal = error
     replicas = "of one kind" if refusal is None else f"unlike each other ({refusal})"
     try:
-        agree(shards, {CALL: purpose, "replicas": replicas, **described()}, purpose)
+        agree(shards, {CALL: purpose, "replicas": replicas, **described}, purpose)
     except AgreementError as error:
         raise (refusal or error) from None
     if refusal is not None:

@@ -95,14 +95,17 @@ class _Member(Generic[Result]):
         self._body = body
         # Each thread has its own: the grad mode, and how many threads work on a matrix product.
         self._grad_enabled, self._num_threads = torch.is_grad_enabled(), torch.get_num_threads()
-        self._thread: _Thread | None = None
+        self._thread = _idle.pop() if _idle else _Thread()
+        self._thread.tasks.put(self._run)
 
     def _run(self) -> None:
+        self._go.get()
         _current.member = self
         torch.set_num_threads(self._num_threads)
         try:
             with torch.set_grad_enabled(self._grad_enabled):
-                self.results.append(self._body())
+                if not self._is_interrupted:
+                    self.results.append(self._body())
         except BaseException as error:  # a thread that ends silently would leave all others waiting
             self.error = error
         del _current.member
@@ -110,17 +113,10 @@ class _Member(Generic[Result]):
         self._stopped.put(None)
 
     def run_until_it_waits(self) -> None:
-        if self._thread is None:
-            self._thread = _idle.pop() if _idle else _Thread()
-            self._thread.tasks.put(self._run)
-        else:
-            self._go.put(None)
-        self._wait_until_it_stops(self._thread)
-
-    def _wait_until_it_stops(self, thread: _Thread) -> None:
+        self._go.put(None)
         self._stopped.get()
         if self.has_ended:
-            _idle.append(thread)
+            _idle.append(self._thread)
 
     def wait_for(self, awaited: Awaited) -> None:
         """Let the others run until `awaited` is complete; called on the member's thread."""
@@ -141,9 +137,8 @@ class _Member(Generic[Result]):
     def interrupt(self) -> None:
         """Raise `KeyboardInterrupt` at its current or next wait, and return when it has ended."""
         self._is_interrupted = True
-        self._go.put(None)
-        while self._thread is not None and not self.has_ended:
-            self._wait_until_it_stops(self._thread)
+        while not self.has_ended:
+            self.run_until_it_waits()
 
 
 class _Thread:

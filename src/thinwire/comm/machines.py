@@ -72,8 +72,8 @@ class Machines:
 # The groups.
 
 
-def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tuple[Machines | None, str]:
-    """Return this process's two groups; or None, and perhaps why each process sends for itself. Collective.
+def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> Machines | None:
+    """Return this process's two groups; None if each process sends for itself. Collective.
 
     It raises `AgreementError` if processes disagree on the layout, `ConfigError` if the given layout does not
     divide the group.
@@ -82,13 +82,13 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     groups, which later calls reuse.
     """
     if layout is False:
-        return None, ""
+        return None
     ranks = dist.get_process_group_ranks(transport.group)
     rows = machines_by_launcher(transport, ranks) if layout is True else _given(transport, ranks, layout)
     is_mesh = not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1
     if is_mesh and all(row == sorted(row) for row in rows):
         groups = (cast("DeviceMesh", layout).get_group(dim) for dim in (1, 0))
-        return _machines(groups, transport, rows), ""
+        return _machines(groups, transport, rows)
     return _grouped(transport, rows)
 
 
@@ -100,7 +100,7 @@ def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
 
 def machines_of_subgroups(
     transport: ProcessGroupTransport, subgroup: ProcessGroupTransport
-) -> tuple[Machines | None, str]:
+) -> Machines | None:
     """Return the same as `machines_of`, given each process's subgroup of its machine. Collective."""
     ranks = dist.get_process_group_ranks(transport.group)
     own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
@@ -114,10 +114,10 @@ def machines_of_subgroups(
     return _grouped(transport, rows)
 
 
-def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) -> tuple[Machines | None, str]:
+def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) -> Machines | None:
     sizes = [len(row) for row in rows]
     if len(rows) < 2 or max(sizes) == 1:
-        return None, ""
+        return None
     if min(sizes) < max(sizes):
         uneven = (
             f"machines have {_shown(sizes)} processes of the group, so each process sends by itself; with "
@@ -125,7 +125,7 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         )
         if not transport.rank:
             logger.warning("%s", uneven)
-        return None, uneven
+        return None
     # Torch sorts the ranks of a group. With [[0, 3], [2, 1]] as given, rank 1 would have local rank 0 in its
     # machine's group, but average with rank 3, whose local rank is 1.
     made, key = made_of(transport.group), tuple(tuple(sorted(row)) for row in rows)
@@ -139,7 +139,7 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
             while num_groups() < most:
                 dist.new_group([dist.get_rank()], use_local_synchronization=True)
         made[key] = list(_new_groups(transport, key, is_whole_job=is_whole_job))
-    return _machines(made[key], transport, key), ""
+    return _machines(made[key], transport, key)
 
 
 def _machines(

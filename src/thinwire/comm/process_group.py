@@ -19,15 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 
 from thinwire.comm.in_process import InProcessTransport
-from thinwire.comm.p2p import (
-    POSTED_AHEAD,
-    TAGS,
-    PeerExchange,
-    PeerWork,
-    TwoStepAllReduce,
-    as_bytes,
-    reduce_rows,
-)
+from thinwire.comm.p2p import POSTED_AHEAD, TAGS, PeerExchange, TwoStepAllReduce, as_bytes, reduce_rows
 from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
@@ -35,7 +27,7 @@ from thinwire.torch_private import default_store, is_profiling, timeout_of, unre
 from thinwire.wire import Collective, p2p_limits
 
 Result = TypeVar("Result")
-Works: TypeAlias = "Sequence[dist.Work | PeerWork | TwoStepAllReduce]"
+BackendWork: TypeAlias = "dist.Work | Work"
 Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -91,18 +83,18 @@ class GroupTransport(Transport):
             on_cpu = message.tensor.device.type == "cpu"
             with unrecorded() if on_cpu and is_profiling() else nullcontext():
                 if message.collective == "all_reduce":
-                    works = self._all_reduce(message)
+                    work = self._all_reduce(message)
                 elif message.collective == "all_gather":
-                    works = self._all_gather(message)
+                    work = self._all_gather(message)
                 elif message.collective == "all_to_all":
-                    works = self._all_to_all(message)
+                    work = self._all_to_all(message)
                 else:
                     options = BroadcastOptions()
                     options.rootRank = message.source
-                    works = [self.group.broadcast([as_bytes(message.tensor)], options)]
+                    work = self.group.broadcast([as_bytes(message.tensor)], options)
         except RuntimeError as error:
             raise failure(message, error, self.why) from error
-        return DistWork(works, message, self.why)
+        return DistWork(work, message, self.why)
 
     def send(self, tensor: torch.Tensor, to: int, purpose: str) -> DistWork:
         """Send a tensor to one member, which calls `receive`."""
@@ -115,7 +107,7 @@ class GroupTransport(Transport):
     def _started(self, where: str, start: Callable[[], Any]) -> DistWork:
         """Return the started work, always asynchronous: callers wait when they need the result."""
         try:
-            return DistWork([start()], where, self.why)
+            return DistWork(start(), where, self.why)
         except RuntimeError as error:
             raise failure(where, error, self.why) from error
 
@@ -125,7 +117,7 @@ class GroupTransport(Transport):
             return "backend"
         return "p2p" if tensor.nbytes <= whole else "reduce_scatter_p2p"
 
-    def _all_reduce(self, message: Message) -> Works:
+    def _all_reduce(self, message: Message) -> BackendWork:
         tensor, operation = message.tensor, message.operation
         route, options = self._route("all_reduce", tensor), AllreduceOptions()
         options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
@@ -136,36 +128,36 @@ class GroupTransport(Transport):
         elif operation == "mean":
             tensor.div_(self.size)  # before the sum, which could overflow a 16-bit dtype
         if route == "backend":
-            return [self.group.allreduce([tensor], options)]
+            return cast(dist.Work, self.group.allreduce([tensor], options))
         if route == "reduce_scatter_p2p":
-            return [TwoStepAllReduce(self._peers, self.group, tensor, operation)]
+            return TwoStepAllReduce(self._peers, self.group, tensor, operation)
         flat = tensor.view(-1)
         theirs = flat.new_empty(self.size - 1, len(flat))
         rows = [*theirs[: self.rank], flat, *theirs[self.rank :]]
         received, sent = list(map(as_bytes, rows)), [as_bytes(flat)] * self.size
         finish = partial(reduce_rows, rows, operation, flat)
-        return [self._peers.start(self.group, "all_reduce", received, sent, finish)]
+        return self._peers.start(self.group, "all_reduce", received, sent, finish)
 
-    def _all_gather(self, message: Message) -> Works:
+    def _all_gather(self, message: Message) -> BackendWork:
         # Send bytes: Gloo gathers only some dtypes. Rows are views, so the result is in `output`.
         rows, own = as_bytes(message.output).view(self.size, -1), as_bytes(message.tensor)
         if self._route("all_gather", own) == "p2p":
             rows[self.rank].copy_(own)
-            return [self._peers.start(self.group, "all_gather", list(rows), [own] * self.size)]
+            return self._peers.start(self.group, "all_gather", list(rows), [own] * self.size)
         if self.backend_for(own.device) != "nccl":
-            return [self.group.allgather([list(rows)], [own], AllgatherOptions())]
+            return cast(dist.Work, self.group.allgather([list(rows)], [own], AllgatherOptions()))
         # With a list of tensors, NCCL gathers into a separate buffer and copies from there. Use the newer
         # name if it exists, since the older one then warns.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
+        return cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))
 
-    def _all_to_all(self, message: Message) -> Works:
+    def _all_to_all(self, message: Message) -> BackendWork:
         received, sent = as_bytes(message.output), as_bytes(message.tensor)
         if self._route("all_to_all", sent) == "backend":
-            return [self.group.alltoall_base(received, sent, [], [], AllToAllOptions())]
+            return cast(dist.Work, self.group.alltoall_base(received, sent, [], [], AllToAllOptions()))
         to, rows = received.view(self.size, -1), sent.view(self.size, -1)
         to[self.rank].copy_(rows[self.rank])
-        return [self._peers.start(self.group, "all_to_all", list(to), list(rows))]
+        return self._peers.start(self.group, "all_to_all", list(to), list(rows))
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -281,14 +273,13 @@ class ProcessGroupTransport(GroupTransport):
 class DistWork(NamedTuple):
     """A backend's work for one message; `where` and `why` are texts for a `CommunicationError`."""
 
-    works: Works
+    work: BackendWork
     where: object
     why: str = WHY_IN_A_FIXED_GROUP
 
     def wait(self) -> None:
         try:
-            for work in self.works:
-                work.wait()
+            self.work.wait()
         except RuntimeError as error:
             raise failure(self.where, error, self.why) from error
 
@@ -296,7 +287,7 @@ class DistWork(NamedTuple):
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
     """Return a future of `result()` after a collective has finished; for transports without p2p."""
     assert isinstance(work, DistWork)
-    future = cast(dist.Work, work.works[0]).get_future()
+    future = cast(dist.Work, work.work).get_future()
 
     def finish(_: Future[object]) -> Result:
         # Torch calls back after a failure, too; `value` raises it.

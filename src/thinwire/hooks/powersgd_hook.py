@@ -221,7 +221,7 @@ class PowerSGDState(HookState):
             return copy.deepcopy(self._loaded)
         # An empty state: a checkpoint before the first step has the same entries as a later one.
         algorithm = PowerSGD(**self._settings)
-        return pack(SavedState(repr(algorithm), 0, 0, {}, tensors_to_save(algorithm, Memory(), {}, {})))
+        return pack(SavedState(repr(algorithm), 0, 0, {}, tensors_to_save(algorithm, Memory(), {})))
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """See `GradientSync.load_state_dict`; a state of a different model is refused at the first step."""

@@ -15,7 +15,8 @@ from thinwire.adapters.setup import divide_by_contributors
 from thinwire.algorithms import Algorithm, AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.checks import whole_number
-from thinwire.comm import Layout, ProcessGroupTransport, agree, future_of
+from thinwire.comm import Layout, ProcessGroupTransport, agree
+from thinwire.comm.process_group import future_of
 from thinwire.errors import ConfigError
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import attached
@@ -52,7 +53,7 @@ class HookState:
 
     def _new_adapter(self, algorithm: Algorithm, settings: Settings, bucket: GradBucket) -> DDPAdapter:
         transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
-        return adapter_of_hook(self, bucket.parameters(), algorithm, transport, settings, self._machines)
+        return adapter_of_hook(self, algorithm, transport, settings, self._machines)
 
     def _average(self, adapter: DDPAdapter, used_with: str, bucket: GradBucket) -> Future[torch.Tensor]:
         """Run the adapter for a hook, which must always be the same."""

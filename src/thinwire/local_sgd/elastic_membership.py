@@ -192,8 +192,7 @@ class ElasticMembership:
         opened, self._open = self._open, None
         try:
             if opened.pending is not None:
-                engine = self._contributor.engine
-                with engine.clock.inside(engine.traffic):
+                with self._contributor.engine.clock.inside():
                     in_all_processes(opened.pending.receive, self.group)
         except BaseException:
             opened.abandon()

@@ -71,7 +71,7 @@ class StaticMembership:
         if not replica.pieces:  # each process has loaded its own part
             of_shard.pop(LOADED_STATE, None)
         action = action or (lambda: agree(group, described, purpose))
-        alike_on_all_shards(replica.inside, purpose, lambda: of_shard, action)
+        alike_on_all_shards(replica.inside, purpose, of_shard, action)
 
     def resume(self, loaded: LoadedState) -> None:
         """Load fragments and the pending average from a state."""

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.comm import ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.comm import ProcessGroupTransport, Transport
+from thinwire.comm.machines import machines_of_subgroups
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.fragment import Averaged, Buckets, Fragment, fragments_of
 from thinwire.local_sgd.outer import Nesterov, described_outer, new_outer
@@ -51,12 +52,12 @@ class ModelChanges:
         # The processes of a subgroup have the same changes, so each sends a part of them.
         machines = None
         if isinstance(group, ProcessGroupTransport) and isinstance(subgroup, ProcessGroupTransport):
-            machines, _ = machines_of_subgroups(group, subgroup)
+            machines = machines_of_subgroups(group, subgroup)
         # `on_nonfinite` is about gradients: changes that are not finite always raise.
         for_changes = Settings(health_group=model.replica.shards)
         for_gradients = replace(for_changes, on_nonfinite=schedule.warmup.on_nonfinite)
         engine = self.engine = Engine(algorithm, group, specs, for_changes, parts=parts, machines=machines)
-        shared: dict[str, Any] = {"traffic": engine.traffic, "clock": engine.clock, "machines": machines}
+        shared: dict[str, Any] = {"clock": engine.clock, "machines": machines}
         warmup = schedule.warmup.algorithm or EXACT
         self.warmup_engine = Engine(warmup, group, specs, for_gradients, **shared)
         # The residuals of `warmup_engine` are of gradients: no average of parameters may add them.

@@ -67,7 +67,7 @@ class PendingAverage(Generic[Part]):
         """Wait until all changes have become means, and write memory."""
         assert self._engine is not None
         assert self._step is not None
-        with self._engine.clock.inside(self._engine.traffic):
+        with self._engine.clock.inside():
             committed = self._step.finish()
         # An algorithm without memory commits unchecked means, so check them now.
         if not committed or not are_finite(self.changes, self._engine.settings.health_group):

@@ -15,7 +15,8 @@ from thinwire.adapters.ddp_model import is_fsdp2
 from thinwire.adapters.sharded.fsdp import attached_to
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, reshard
-from thinwire.comm import ProcessGroupTransport, Transport, control_transport
+from thinwire.comm import Transport
+from thinwire.comm.process_group import control_transport
 from thinwire.errors import AttachError
 from thinwire.local_sgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
@@ -39,7 +40,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
     show_shards = partial(reshard, module) if is_fsdp2(module) else bool
     if replicas is None or (is_fsdp2(module) and _saves_whole(module, replicas, meshes)):
         sharded = ShardedModel(module)
-        mesh = sharded.mesh_of_shards()
+        sharded.refuse_native()
         if sharded.is_replicated:
             raise AttachError(
                 "replicate averages this model's gradients in every step; pass the plain module, without "
@@ -48,7 +49,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
         if not isinstance(replicas, Transport):
             replicas = replicas_of(sharded, replicas)
         pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
-        inside = ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
+        inside = sharded.shards()
         sync_of = partial(_sync_of, pieces, inside)
         return Replica(
             replicas, inside, is_sharded=True, pieces=pieces, sync_of=sync_of, show_shards=show_shards

@@ -13,15 +13,9 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import (
-    ProcessGroupTransport,
-    Work,
-    agree,
-    gather_bytes,
-    gather_numbers,
-    over_connections,
-    ranks_by_machine,
-)
+from thinwire.comm import ProcessGroupTransport, Work, agree, gather_bytes, gather_numbers
+from thinwire.comm.machines import ranks_by_machine
+from thinwire.comm.process_group import over_connections
 from thinwire.errors import ConfigError
 from thinwire.probe.link_timings import PairTiming, Probe, Timing, ring_share
 from thinwire.tensors.accelerators import wait_for

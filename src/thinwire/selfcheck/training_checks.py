@@ -40,7 +40,7 @@ class CheckContext:
         self.findings: list[str] = []
         self.transport = ProcessGroupTransport(None, device)
         # Groups inside the machine and between machines, as `attach` finds them.
-        self.machines, _ = machines_of(self.transport)
+        self.machines = machines_of(self.transport)
         self.specs = tuple(
             ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -52,10 +53,7 @@ class AlgorithmState:
     """Memory, loaded tensors that wait for their bucket, and counts of steps."""
 
     def __init__(
-        self,
-        specs: Iterable[ParameterSpec],
-        inter_node: Transport,
-        partition: IntraNodePartition | None,
+        self, specs: Iterable[ParameterSpec], inter_node: Transport, partition: IntraNodePartition | None
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}  # all known parameters, in model order
         self.all_known = bool(self.specs)  # whether all parameters are known from the start
@@ -102,11 +100,7 @@ class AlgorithmState:
     def remembered(self) -> Callable[[], None]:
         """Copy all that steps change; return a function that restores it, as if later steps never ran."""
         memory = self.memory.copied({label for tensors in self.memory.slots.values() for label in tensors})
-        pending = {
-            slot: {label: tensor.clone() for label, tensor in tensors.items()}
-            for slot, tensors in self.pending.tensors.items()
-        }
-        others = Pending(pending, self.pending.owner), set(self.unsynced_names)
+        others = deepcopy(self.pending), set(self.unsynced_names)
         counts = self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite
         held_ranges = {} if self.partition is None else dict(self.partition.held_ranges)
 
@@ -223,19 +217,20 @@ class AlgorithmState:
     ) -> SavedState:
         """Return memory and pending tensors, of this process or of all processes of its machine."""
         if (partition := self.partition) is None:
-            slots = tensors_to_save(algorithm, memory, self.specs, pending)
+            slots = tensors_to_save(algorithm, memory, self.specs)
         else:
             held = {part.name: part for part in partition.held_parts(self.specs.values())}
-            own = tensors_to_save(algorithm, memory, held, {})
-            inside = partition.intra_node
+            own, inside = tensors_to_save(algorithm, memory, held), partition.intra_node
             parts = parts_of_all(own, inside) if of_all else parts_of(own, inside.rank)
 
             def held_by(part: StatePart, whole: torch.Tensor) -> torch.Tensor:
                 return whole.as_strided((whole.numel(),), (1,))[partition.held_ranges[part.label][part.rank]]
 
             slots = assemble(own, parts, self.specs, held_by)
-            for slot, tensors in pending.items():
-                slots.setdefault(slot, {}).update(tensors)
+        # A bucket that was not opened yet still has its loaded tensors.
+        for slot, tensors in pending.items():
+            for name, tensor in tensors.items():
+                slots.setdefault(slot, {})[name] = tensor.clone()
         # The shapes of all parameters, as far as the loaded state or the model knows them.
         shapes = {} if self.unchecked is None else dict(self.unchecked.shapes)
         shapes |= {name: spec.shape for name, spec in self.specs.items()}

@@ -72,8 +72,7 @@ class BucketPlans:
         self.specs_of_last: tuple[Specs, ...] = ()  # the last step's buckets; with parts, all buckets
         self.transport, self._traffic, self._has_parts = transport, traffic, len(parts) > 1
         self._buckets: dict[Specs, BucketState] = {}  # the current ones
-        self._plans: tuple[BucketPlan, ...] = ()  # of `specs_of_last`
-        self._model_plans: tuple[BucketPlan, ...] = ()  # before the first step: the model as one bucket
+        self._plans: tuple[BucketPlan, ...] = ()  # see `plans`; () if they must be made again
         self._take(algorithm)
         if self._has_parts:
             self.specs_of_last = tuple(specs for part in parts for specs in part)
@@ -96,7 +95,7 @@ class BucketPlans:
         """Switch to a different algorithm, and keep the memory."""
         self._take(algorithm)
         self.close_all()
-        if self._plans:  # before the first step it is unknown what is stale
+        if self.specs_of_last:  # before the first step it is unknown what is stale
             self._forget_stale()
             for plan in self._plans:
                 plan.on_state_loaded(self.state.memory)
@@ -115,10 +114,10 @@ class BucketPlans:
     @property
     def plans(self) -> Sequence[BucketPlan]:
         """Plans of the last step's buckets; before the first step, of the model as in `model_buckets`."""
-        if not self._plans and not self._model_plans:
+        if not self._plans:
             partition = self.partition and self.partition.preview()
-            self._model_plans = tuple(self._plan_part(specs, partition) for specs in self.model_buckets())
-        return self._plans or self._model_plans
+            self._plans = tuple(self._plan_part(specs, partition) for specs in self.model_buckets())
+        return self._plans
 
     def model_buckets(self) -> list[Specs]:
         """Return the model as one bucket, and its statistics as another."""
@@ -160,7 +159,8 @@ class BucketPlans:
             self.move_to(devices[bucket])
             if not bucket.names <= state.specs.keys():
                 state.specs.update((spec.name, spec) for spec in bucket.specs)
-                self._model_plans = ()
+                if not self.specs_of_last:
+                    self._plans = ()
         # Compare before the first message. If rank 0 had 4 bits and rank 1 low rank, their messages would
         # differ in length: both would wait forever, or sum unrelated data. Compare with a gather, which never
         # matches an all-reduce: if rank 0 opens a bucket and rank 1 sends an open one, both time out, with an
@@ -207,8 +207,7 @@ class BucketPlans:
         for bucket in self._buckets.values():
             bucket.is_current = False  # adapters keep buckets from step to step, and check this
         self._buckets.clear()
-        # The change may have happened on some processes only, so compare again.
-        self._model_plans, self.has_agreed = (), False
+        self.has_agreed = False  # the change may have happened on some processes only, so compare again
         self._plans = tuple(self._plan_part(specs, self.partition) for specs in self.specs_of_last)
 
     def _forget_stale(self) -> None:

@@ -17,6 +17,7 @@ class StepClock:
     """Adds up the time inside Thinwire, and the time from ready gradients to their means."""
 
     def __init__(self) -> None:
+        self.traffic = Traffic()  # counts the waits for messages
         self.arithmetic_seconds = 0.0  # inside Thinwire, without waiting for messages
         self.device = torch.device("cpu")  # of the gradients
         self._exposed_seconds = 0.0
@@ -36,14 +37,14 @@ class StepClock:
         return self._exposed_seconds
 
     @contextmanager
-    def inside(self, traffic: Traffic, *, are_ready: bool = True) -> Iterator[None]:
+    def inside(self, *, are_ready: bool = True) -> Iterator[None]:
         """Count the time inside this context as Thinwire's; nested contexts count once."""
         # Adapters, engines and steps all enter this, and any may be the outer one. The engines of a LocalSGD
         # share a clock, so that an average within another's time counts once.
         if self._is_inside:
             yield
             return
-        start, waited = time.perf_counter(), traffic.waiting_seconds
+        start, waited = time.perf_counter(), self.traffic.waiting_seconds
         self._is_inside = True
         if are_ready:
             # The condition saves a call on the CPU.
@@ -53,15 +54,15 @@ class StepClock:
             yield
         finally:
             self._is_inside = False
-            waited = traffic.waiting_seconds - waited
+            waited = self.traffic.waiting_seconds - waited
             self.arithmetic_seconds += time.perf_counter() - start - waited
 
     @contextmanager
-    def exposed(self, traffic: Traffic) -> Iterator[None]:
+    def exposed(self) -> Iterator[None]:
         """Count the host's waits inside as exposed, for steps that end during the next forward pass."""
-        waited = traffic.waiting_seconds
+        waited = self.traffic.waiting_seconds
         yield
-        self._exposed_seconds += traffic.waiting_seconds - waited
+        self._exposed_seconds += self.traffic.waiting_seconds - waited
 
     def end_step(self) -> None:
         """Record that all means have arrived."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from thinwire.algorithms import Algorithm, Memory
-from thinwire.comm import Machines, Metered, Traffic, Transport, agree
+from thinwire.comm import Machines, Metered, Transport, Work, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.algorithm_state import AlgorithmState
@@ -24,6 +24,7 @@ from thinwire.sync.settings import Settings
 from thinwire.sync.state import Position, SavedState, check_model, check_position, pack, read_state
 from thinwire.sync.step import Step
 from thinwire.sync.weights import Weights
+from thinwire.tensors.accelerators import to_device_async
 
 FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
 """The parameters of each bucket, and their gradients, flat."""
@@ -43,7 +44,6 @@ class Engine:
         specs: Iterable[ParameterSpec] = (),
         settings: Settings = Settings(),  # noqa: B008 - frozen
         *,
-        traffic: Traffic | None = None,
         clock: StepClock | None = None,
         parts: Parts = (),
         machines: Machines | None = None,
@@ -59,18 +59,19 @@ class Engine:
             settings = replace(settings, health_group=machines.intra_node)
             self.inter_node, self.machines = machines.inter_node, machines.rows
             self.partition = IntraNodePartition(machines.intra_node)
-        self.metered = Metered(self.inter_node, traffic)
-        self.wire: Transport = self.metered  # `thinwire.testing` may replace it between steps
-        self.traffic = self.metered.traffic
         self.clock = StepClock() if clock is None else clock
+        self.traffic = self.clock.traffic
+        self.metered = Metered(self.inter_node, self.traffic)
+        self.wire: Transport = self.metered  # `thinwire.testing` may replace it between steps
         self.state = AlgorithmState(specs, self.inter_node, self.partition)
         self.buckets = BucketPlans(algorithm, self.state, settings, transport, self.traffic, parts)
         self._weights: Weights | None = None
         if settings.weight is not None:
             intra_node = None if self.partition is None else self.partition.intra_node
             self._weights = Weights(settings.weight, self.metered, intra_node)
-        self.reporter = Reporter(self.buckets, self.traffic, self.clock)
+        self.reporter = Reporter(self.buckets, self.clock)
         self.num_dry = 0  # open `dry` contexts
+        self.settle: Callable[[], object] = lambda: None  # ends a step whose means are still to be applied
         self._num_parts = max(1, len(parts))
         # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
@@ -109,7 +110,7 @@ class Engine:
     def open(self, specs: Specs, device: torch.device) -> BucketState:
         """Return an open bucket; keep it while it `is_current`. Collective if it was not open."""
         bucket = self.buckets.bucket(specs)
-        with self.clock.inside(self.traffic), full_precision(device):
+        with self.clock.inside(), full_precision(device):
             self.buckets.open_all({bucket: device})
         return bucket
 
@@ -132,17 +133,9 @@ class Engine:
         if self._num_parts > 1:
             # An algorithm counts turns over all parts. The slots are shared: all parts see what is written.
             memory = Memory(committed // self._num_parts, memory.slots)
-        step = Step(
-            self.buckets,
-            memory,
-            CollectiveScheduler(
-                self.wire, f"step {number}", pipelined=pipelined and self.buckets.algorithm.pipelines_buckets
-            ),
-            self.clock,
-            self.traffic,
-            self._ended,
-            self._weights,
-        )
+        pipelined = pipelined and self.buckets.algorithm.pipelines_buckets
+        scheduler = CollectiveScheduler(self.wire, f"step {number}", pipelined=pipelined)
+        step = Step(self.buckets, memory, scheduler, self.clock, self._ended, self._weights)
         self._steps.append(step)
         return step
 
@@ -156,7 +149,7 @@ class Engine:
         """Begin a step of buckets whose gradients are all ready, and send their first messages."""
         step = self.begin(pipelined=pipelined)
         try:
-            with self.clock.inside(self.traffic):  # all at once: ready gradients wait for opening buckets
+            with self.clock.inside():  # all at once: ready gradients wait for opening buckets
                 ready = [(self.buckets.bucket(specs), flat) for specs, flat in buckets]
                 self.buckets.open_all({bucket: flat.device for bucket, flat in ready})
                 for bucket, flat in ready:
@@ -186,6 +179,17 @@ class Engine:
         for step in self._steps:
             step.abandon()
 
+    def send_used(self, used: Sequence[bool]) -> tuple[Work, torch.Tensor]:
+        """Send which parameters this process used; the tensor will say which of them any process used."""
+        # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
+        device = self.metered.control_device
+        flags = to_device_async(device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+        purpose = f"step {self.steps}, which parameters were used"
+        if self.partition is not None:
+            self.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()
+        # Not over `wire`: injected faults count the messages of buckets.
+        return self.metered.all_reduce(flags, purpose, operation="max"), flags
+
     # Between steps.
 
     def check_whole(self, call: str) -> None:
@@ -199,6 +203,7 @@ class Engine:
 
     def check_between_steps(self, call: str, *, also_dry: bool = True) -> None:
         """Raise during a backward pass, or inside `dry`, which would undo the call."""
+        self.settle()
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "

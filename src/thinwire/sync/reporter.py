@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from thinwire.comm import Traffic
 from thinwire.plan import Plan, Route
 from thinwire.sync.bucket_plans import BucketPlans
 from thinwire.sync.clock import StepClock
@@ -24,11 +23,11 @@ Errors = tuple[dict[str, float], dict[str, float]]
 class Reporter:
     """Reports on an engine, for users, watches and hooks."""
 
-    def __init__(self, buckets: BucketPlans, traffic: Traffic, clock: StepClock) -> None:
+    def __init__(self, buckets: BucketPlans, clock: StepClock) -> None:
         self.observers: list[Callable[[bool], None]] = []  # called after every step: was it committed?
         # Adds the steps between averagings to the counts, for models that are averaged every few steps.
         self.compared: Callable[[Stats], Stats] = lambda stats: stats
-        self._buckets, self._state, self._traffic, self._clock = buckets, buckets.state, traffic, clock
+        self._buckets, self._state, self._clock = buckets, buckets.state, clock
         self.gradient_bytes = 0  # of all steps, without compression
         self._has_warned = False
         self._kept_errors: tuple[int, Errors] | None = None  # with the step after which they were kept
@@ -133,7 +132,7 @@ class Reporter:
 
     def counts(self) -> Stats:
         """Return `stats()` without errors, and without non-finite steps that the host has not seen."""
-        traffic = self._traffic
+        traffic = self._clock.traffic
         counts = Stats(
             steps=self.steps,
             averagings=self.steps,

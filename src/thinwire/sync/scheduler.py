@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from thinwire import comm
 from thinwire.algorithms import (
     AllFinite,
     AllGather,
@@ -35,7 +34,7 @@ from thinwire.algorithms import (
     Requests,
     all_finite,
 )
-from thinwire.comm import Transport, Work
+from thinwire.comm import Message, Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.tensors.layout import concat_view
 from thinwire.torch_private import is_profiling
@@ -94,11 +93,11 @@ class CollectiveScheduler:
     # never when something happens to arrive.
 
     def __init__(self, transport: Transport, name: str, *, pipelined: bool = False) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: list[Task] = []  # one for each bucket, and perhaps one more
         self.name = name  # the step's
         self.writes = False  # whether any reached commit writes memory
-        self._closing: list[Task] = []  # from `close_with`
-        self._transport, self._size, self._is_pipelined = transport, transport.size, pipelined
+        self._closing: Task | None = None  # the one more, from `close_with`
+        self._transport, self._is_pipelined = transport, pipelined
         self._rounds: list[Round] = []  # in flight
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
@@ -109,7 +108,7 @@ class CollectiveScheduler:
             task = Task(requests, bucket)
             # Only this bucket: waiting for the others would delay its message until after the backward pass.
             _compute_jointly([task])
-            self._send([task], f"{self.name}, round 1 of the bucket of {bucket}")
+            self._send([task], f"round 1 of the bucket of {bucket}")
         # Added only after sending: if that fails, nothing of the bucket is in flight.
         self.tasks.append(task)
         if self._is_pipelined:
@@ -129,7 +128,7 @@ class CollectiveScheduler:
                 waiting = self._receive([first], first.tasks, bucket)
                 del self._rounds[0]
                 if waiting and sends:
-                    self._send(waiting, f"{self.name}, a later round of the bucket of {bucket}")
+                    self._send(waiting, f"a later round of the bucket of {bucket}")
         return bool(self._rounds)
 
     def advance_next(self) -> bool:
@@ -138,11 +137,12 @@ class CollectiveScheduler:
         While that one is decoded, the next message is in flight. Returns whether any round is in flight.
         """
         # The step's closing message is sent with the second ones of all buckets.
-        return self._advance_first() if self._is_pipelined and not self._closing else self.advance()
+        return self._advance_first() if self._is_pipelined and self._closing is None else self.advance()
 
     def close_with(self, requests: Requests) -> None:
-        """Add requests of no bucket: the first is sent with the buckets' second; they commit last."""
-        self._closing.append(Task(requests))
+        """Add requests of no bucket: the first is sent with the buckets' second; commit them last."""
+        self._closing = Task(requests)
+        self.tasks.append(self._closing)
 
     def advance(self) -> bool:
         """Wait for the round in flight and send the next one, all buckets together; see `Step.advance`."""
@@ -151,16 +151,12 @@ class CollectiveScheduler:
             waiting = self._receive(self._rounds, self.tasks, f"round {self._number}")
             self._rounds, self._previous = [], None
             self._number += 1
-            if self._closing:
-                self.writes = True
+            if self._closing is not None and isinstance(self._closing.request, Mean):
+                # In the dtype of the other messages: a separate message would add a latency.
                 types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
-                for task in self._closing:
-                    if types and isinstance(task.request, Mean):
-                        # In the dtype of the other messages: a separate message would add a latency.
-                        task.request = Mean(task.request.tensor.to(types[0]))
-                waiting += [task for task in self._closing if task.gate is None]
+                self._closing.request = Mean(self._closing.request.tensor.to(types[0]))
             if waiting:
-                self._send(waiting, f"{self.name}, round {self._number} of all buckets")
+                self._send(waiting, f"round {self._number} of all buckets")
         return bool(waiting)
 
     # For means that are applied bucket by bucket, during the next forward pass.
@@ -174,7 +170,7 @@ class CollectiveScheduler:
         """Send the buckets' current requests, the last bucket's first: the next forward pass starts there."""
         for task in reversed(self.tasks):
             if not isinstance(task.request, Commit):
-                self._send([task], f"{self.name}, the mean of the bucket of {task.bucket}")
+                self._send([task], f"the mean of the bucket of {task.bucket}")
 
     def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and commit that bucket."""
@@ -202,17 +198,14 @@ class CollectiveScheduler:
         return waiting
 
     def _send(self, tasks: Sequence[Task], purpose: str) -> None:
-        later = Round(tasks, self._size, purpose)
-        for packed in later.packed:
-            later.works.append(self._transport.start(packed.message))
-        self._rounds.append(later)
+        self._rounds.append(Round(tasks, self._transport, f"{self.name}, {purpose}"))
 
     # The commit.
 
     def is_healthy(self) -> torch.Tensor:
         """Return whether all received values may be used, as a tensor of one bool; not read back."""
         received, answers = list[torch.Tensor](), list[torch.Tensor]()
-        for task in (*self.tasks, *self._closing):
+        for task in self.tasks:
             if task.gate is None:
                 continue
             if isinstance(task.gate.is_healthy, AllFinite):
@@ -246,14 +239,11 @@ class CollectiveScheduler:
                 task.answer(is_healthy)
         _compute_jointly(tasks)
 
-    def commit_closing(self) -> None:
-        self.commit(self._closing)
-
     def close(self) -> None:
         """Drop all buckets, so that they write nothing any more."""
-        for task in (*self.tasks, *self._closing):
+        for task in self.tasks:
             task.requests.close()
-        self.tasks, self._closing = [], []  # drops what they have received, too
+        self.tasks, self._closing = [], None  # drops what they have received, too
         # The rounds stay: sent messages can't be cancelled, and `drain` must wait for them.
 
     def drain(self) -> None:
@@ -309,18 +299,13 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
             del results[:count]
 
 
-class Packed(NamedTuple):
-    """Requests of one collective, dtype and device, as one message."""
-
-    message: comm.Message
-    requests: list[CollectiveRequest]  # side by side along the last dimension
-
-
 class Round:
     """Some tasks' messages, sent together; tasks are answered when all have arrived."""
 
-    def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
-        self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
+    def __init__(self, tasks: Sequence[Task], transport: Transport, purpose: str) -> None:
+        self.tasks, self.works = tasks, list[Work]()
+        # Requests of one collective, dtype and device are one message, side by side in its last dimension.
+        self._sent: list[tuple[Message, list[CollectiveRequest]]] = []
         self._asking: list[Task] = []  # tasks at a commit are left out: they may end before this is answered
         kinds: dict[str, tuple[list[CollectiveRequest], list[torch.Tensor]]] = {}
         for task in tasks:
@@ -328,7 +313,7 @@ class Round:
                 continue
             self._asking.append(task)
             for request in task.request if isinstance(task.request, tuple) else (task.request,):
-                sent = _checked(request, num_members, task.requests)
+                sent = _checked(request, transport.size, task.requests)
                 kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
                 requests, tensors = kinds.setdefault(kind, ([], []))
                 requests.append(sent)
@@ -340,21 +325,22 @@ class Round:
             if isinstance(requests[0], Mean):
                 # A single request is not copied, so its mean is in the request's own memory.
                 flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
-                message = comm.Message("all_reduce", flat, flat, purpose, "mean")
+                message = Message("all_reduce", flat, flat, purpose, "mean")
             else:
                 # Contiguous, because transports send a tensor's memory as bytes.
                 flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
                 if isinstance(requests[0], AllGather):
-                    gathered = flat.new_empty(num_members, len(flat))
-                    message = comm.Message("all_gather", flat, gathered, purpose)
+                    gathered = flat.new_empty(transport.size, len(flat))
+                    message = Message("all_gather", flat, gathered, purpose)
                 else:
-                    message = comm.Message("all_to_all", flat, torch.empty_like(flat), purpose)
-            self.packed.append(Packed(message, requests))
+                    message = Message("all_to_all", flat, torch.empty_like(flat), purpose)
+            self._sent.append((message, requests))
+            self.works.append(transport.start(message))
 
     def answer(self) -> None:
         """Answer its tasks."""
         answers: dict[int, torch.Tensor] = {}  # by the request's id
-        for message, requests in self.packed:
+        for message, requests in self._sent:
             parts: Sequence[torch.Tensor] = [message.output]
             if len(requests) > 1:
                 widths = [request.tensor.shape[-1] for request in requests]
@@ -367,7 +353,7 @@ class Round:
             else:
                 task.answer(answers[id(task.request)])
         # A message keeps its buffers alive, and a Gloo work its group's threads.
-        self.packed, self.works = [], []
+        self._sent, self.works = [], []
 
 
 def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRequest:

@@ -82,15 +82,12 @@ class StatePart(NamedTuple):
     tensor: torch.Tensor
 
 
-def tensors_to_save(
-    algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec], pending: Tensors
-) -> Tensors:
-    """Return memory as copies on the CPU, with loaded tensors that are not in memory yet."""
+def tensors_to_save(algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec]) -> Tensors:
+    """Return memory as copies on the CPU."""
     named = {**SLOTS, **{slot.name: slot for slot in (*algorithm.slots, *memory.slots)}}
-    filled = {slot for slot in named.values() if memory.slots.get(slot) or pending.get(slot)}
     # DCP loads only what the state of the resuming run lists, and fails if the saved one lacks any of it.
     slots: Tensors = {
-        slot: {} for slot in named.values() if slot.is_saved and (slot in filled or slot.is_listed)
+        slot: {} for slot in named.values() if slot.is_saved and (slot.is_listed or memory.slots.get(slot))
     }
     for slot, tensors in slots.items():
         for label, tensor in memory.slots.get(slot, {}).items():
@@ -101,8 +98,6 @@ def tensors_to_save(
                 tensors[label] = strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
             else:
                 tensors[label] = tensor.to("cpu", copy=True)
-        # A bucket that was not opened yet still has its loaded tensors.
-        tensors |= {name: tensor.clone() for name, tensor in pending.get(slot, {}).items()}
     return slots
 
 
@@ -134,13 +129,52 @@ def updated(state: Any) -> Any:
     return {**state["own"], "layout": layout}
 
 
-def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
-    """Check a saved state, also one of 0.2, and return it with copied tensors. `slots`: the algorithm's."""
-    with damage_named():
-        loaded = _unpacked(state, {**SLOTS, **{slot.name: slot for slot in slots}})
-        for slot, tensors in loaded.slots.items():
-            _check_slot(slot, tensors, loaded.shapes)
-    return loaded
+@contextmanager
+def damage_named() -> Iterator[None]:
+    """Turn errors raised by values of wrong kinds into a StateError."""
+    try:
+        yield
+    except StateError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state can't be read, {type(error).__name__}: {error}; pass what state_dict() returned"
+        ) from error
+
+
+@damage_named()
+def read_state(state: Any, of_algorithm: Iterable[Slot] = ()) -> SavedState:
+    """Check a saved state, also one of 0.2, and return it with copied tensors."""
+    state, known = updated(state), {**SLOTS, **{slot.name: slot for slot in of_algorithm}}
+    check_kind(state, KEYS, "state_dict()")
+    slots: Tensors = {}
+    for name, (is_local, is_elementwise) in state["slots"]:
+        # From the state itself: the slot may belong to an algorithm that is not in use; it is kept anyway.
+        slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
+        if known.get(name, slot) != slot:
+            raise StateError(
+                f"the state's {name} is of a different kind than in this version of Thinwire; {EARLIER}"
+            )
+        slot = known.get(name, slot)
+        # DCP has loaded only what this run lists.
+        listed = state[name] if slot.is_listed else state.get(name, ())
+        slots[slot] = {label: _copied(tensor) for label, tensor in listed}
+    cuts: Cuts = {}
+    for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
+        cuts[name] = (tuple(map(int, shape)), None if dim is None else range(len(shape))[dim])
+    shapes = {name: tuple(map(int, shape)) for name, shape in state["parameters"]}
+    for slot, tensors in slots.items():
+        _check_slot(slot, tensors, shapes)
+    loaded = SavedState(
+        str(state["algorithm"]),
+        whole_number("step", state["step"], minimum=0, error=StateError),
+        whole_number("skipped_steps", state["skipped_steps"], minimum=0, error=StateError),
+        shapes,
+        slots,
+        position_of(state),
+        cuts,
+    )
+    return loaded._replace(digest=_digest(loaded))
 
 
 def _check_slot(
@@ -158,49 +192,6 @@ def _check_slot(
         if slot.check is not None and SHARD_MARK not in label:
             slot.check(label, tensor, shapes)
     check_finite(slot.name, tensors)
-
-
-@contextmanager
-def damage_named() -> Iterator[None]:
-    """Turn errors raised by values of wrong kinds into a StateError."""
-    try:
-        yield
-    except StateError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise StateError(
-            f"the state can't be read, {type(error).__name__}: {error}; pass what state_dict() returned"
-        ) from error
-
-
-def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
-    state = updated(state)
-    check_kind(state, KEYS, "state_dict()")
-    slots: Tensors = {}
-    for name, (is_local, is_elementwise) in state["slots"]:
-        # From the state itself: the slot may belong to an algorithm that is not in use; it is kept anyway.
-        slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
-        if known.get(name, slot) != slot:
-            raise StateError(
-                f"the state's {name} is of a different kind than in this version of Thinwire; {EARLIER}"
-            )
-        slot = known.get(name, slot)
-        # DCP has loaded only what this run lists.
-        listed = state[name] if slot.is_listed else state.get(name, ())
-        slots[slot] = {label: _copied(tensor) for label, tensor in listed}
-    cuts: Cuts = {}
-    for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
-        cuts[name] = (tuple(map(int, shape)), None if dim is None else range(len(shape))[dim])
-    loaded = SavedState(
-        str(state["algorithm"]),
-        whole_number("step", state["step"], minimum=0, error=StateError),
-        whole_number("skipped_steps", state["skipped_steps"], minimum=0, error=StateError),
-        {name: tuple(map(int, shape)) for name, shape in state["parameters"]},
-        slots,
-        position_of(state),
-        cuts,
-    )
-    return loaded._replace(digest=_digest(loaded))
 
 
 def position_of(state: Mapping[str, Any]) -> Position | None:

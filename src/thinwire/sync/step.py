@@ -9,7 +9,7 @@ import torch
 
 from thinwire.algorithms import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import Traffic, Transport, Work, true_for_all
+from thinwire.comm import Transport, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
@@ -38,14 +38,13 @@ class Step:
         memory: Memory,
         scheduler: CollectiveScheduler,
         clock: StepClock,
-        traffic: Traffic,
         ended: Callable[[Step, bool], None],
         weights: Weights | None = None,
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
         self.num_parameters = self.gradient_bytes = 0  # the sum over the buckets started so far
         self._plans, self._state, self._memory, self._scheduler = plans, plans.state, memory, scheduler
-        self._clock, self._traffic, self._ended, self._name = clock, traffic, ended, scheduler.name
+        self._clock, self._traffic, self._ended, self._name = clock, clock.traffic, ended, scheduler.name
         self._buckets: list[BucketState] = []  # in the order in which they were started
         # How many were sent. A new bucket, and all after it, wait until processes are compared.
         self._num_sent = 0
@@ -74,7 +73,7 @@ class Step:
 
     @contextmanager
     def _working(self, *, are_ready: bool) -> Iterator[None]:
-        with self._clock.inside(self._traffic, are_ready=are_ready), full_precision(self._plans.device):
+        with self._clock.inside(are_ready=are_ready), full_precision(self._plans.device):
             yield
 
     # Buckets, as they come.
@@ -260,7 +259,7 @@ class Step:
 
     def collect(self) -> list[Task]:
         """Wait for all first messages; return the buckets' tasks, suspended at their second one."""
-        with self._all_sent(), self._clock.exposed(self._traffic):
+        with self._all_sent(), self._clock.exposed():
             self._scheduler.collect()
         return self._scheduler.tasks
 
@@ -271,7 +270,7 @@ class Step:
 
     def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and write it over its gradients."""
-        with self._working(are_ready=False), self._clock.exposed(self._traffic):
+        with self._working(are_ready=False), self._clock.exposed():
             self._scheduler.take(task)
 
     def end(self) -> None:
@@ -298,7 +297,7 @@ class Step:
 
     def _commit(self) -> bool:
         """Commit all buckets, or none; return whether they committed, as far as the host knows."""
-        state, settings, tasks = self._state, self._plans.settings, self._scheduler.tasks
+        state, settings = self._state, self._plans.settings
         # Whether the step must be checked; the same on all processes.
         must_ask = settings.on_nonfinite != "nan"
         if self._intra_node is not None:
@@ -307,19 +306,19 @@ class Step:
             must_ask |= settings.health_group is not None or self._scheduler.writes
         if not must_ask:
             # There is nothing to undo, and gradients that are not finite already show it.
-            self._write(tasks)
+            self._write()
             return True
         is_healthy, remembers = self._is_healthy()
         parts = [bucket.part for bucket in self._buckets]
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             state.count_unseen(is_healthy)
-            device, gates = is_healthy.device, [task.gate for task in tasks]
+            device, gates = is_healthy.device, [task.gate for task in self._scheduler.tasks]
             is_on_device = all(gate is not None and gate.commits_on_device for gate in gates)
             is_on_device &= all(part.flat.device == device for part in parts)
             # On the CPU, reading the answer costs no wait.
             if is_on_device and accelerators.is_accelerator(device):
-                self._write(tasks, is_healthy)
+                self._write(is_healthy)
                 for part in parts if fill == 0 else ():  # otherwise the plans have written NaN
                     part.flat.masked_fill_(~is_healthy, fill)
                 return True
@@ -328,27 +327,29 @@ class Step:
             if remembers is not None and settings.host_check and not self._plans.algorithm.remembers:
                 state.may_remember = bool(remembers)
         if committed:
-            self._write(tasks)
-            self._scheduler.commit_closing()
+            self._write()
         for part in () if committed else parts:
             part.flat.fill_(fill)
         return committed or not settings.host_check
 
-    def _write(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """Resume tasks after their commits: they write memory, and the means that depend on it."""
+    def _write(self, is_healthy: torch.Tensor | None = None) -> None:
+        """Resume all tasks after their commits: they write memory, and the means that depend on it."""
         if self._state.may_remember:
             # Until all means have arrived: memory has this step, but the gradients do not yet.
             self._state.torn = self._state.torn or self._name
-        self._scheduler.commit(tasks, is_healthy)
+        tasks, num_buckets = self._scheduler.tasks, len(self._buckets)
+        self._scheduler.commit(tasks[:num_buckets], is_healthy)
+        # Last, since it restores residuals that the buckets have just written.
+        self._scheduler.commit(tasks[num_buckets:])
 
     def _is_healthy(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return whether the step is healthy, not read back; with machines, also whether any has memory."""
         # Computed from values that all members have received, so they need not agree on it.
         is_healthy, purpose = self._scheduler.is_healthy(), f"{self._name}, whether it is healthy"
-        group = self._plans.settings.health_group
-        if self._intra_node is None or group is None:
+        if (group := self._intra_node) is None:
             # Shards have received different messages, so they must agree.
-            return is_healthy if group is None else true_for_all(is_healthy, group, purpose), None
+            shards = self._plans.settings.health_group
+            return is_healthy if shards is None else true_for_all(is_healthy, shards, purpose), None
         # So must local ranks, which have averaged different parts.
         remembers, device = self._state.has(self._plans.algorithm.slots), group.data_device
         counts = accelerators.to_device_async(

@@ -17,32 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
 from thinwire.adapters.ddp_model import plain_name
-from thinwire.adapters.setup import (
-    allow_steps_inside,
-    log_start,
-    refuse_averaged_twice,
-    refuse_steps_inside,
-)
+from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averaged_twice, refuse_steps_inside
 from thinwire.adapters.sharded.sync import ShardedSync
-from thinwire.adapters.sharded.view import (
-    Piece,
-    ShardedModel,
-    local_of,
-    pieces_of,
-    replicas_of,
-    sharded_like,
-)
+from thinwire.adapters.sharded.view import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
-from thinwire.comm import (
-    InProcessTransport,
-    ProcessGroupTransport,
-    Transport,
-    Work,
-    agree,
-    copy_from,
-    gather_bytes,
-)
+from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_bytes
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
@@ -50,7 +30,6 @@ from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
-from thinwire.tensors.accelerators import to_device_async
 
 
 def attach_sharded(
@@ -75,12 +54,8 @@ def attach_sharded(
             "the replicas' group can't send gradients from the CPU (CPUOffloadPolicy); call "
             'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    # A replica of one shard needs no agreement, and has no group for it.
-    shards: Transport = InProcessTransport.group(1)[0]
-    if not sharded.is_replicated:
-        shard_group = torch_private.fsdp_mesh_info(sharded.groups[0]).shard_process_group
-        shards = ProcessGroupTransport(shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they must agree.
+    shards = sharded.shards()
     settings = replace(settings, health_group=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas start equal in everything that the model holds.
@@ -90,7 +65,7 @@ def attach_sharded(
     alike_on_all_shards(
         shards,
         "attach()",
-        lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
+        {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
         lambda: agree(transport, described, "attach()"),
     )
     # Only after all checks: from here on PyTorch averages nothing itself.
@@ -150,18 +125,17 @@ class _Bucket:
     """Parameters whose gradients FSDP2 reduces together, of one device and dtype."""
 
     pieces: Sequence[Piece]  # trained ones, in the order of their gradients
-    specs: tuple[ParameterSpec, ...]
     device: torch.device
-    opened: BucketState | None = None  # None before the first step
+    state: BucketState
     flat: torch.Tensor | None = None  # their gradients, from the start of the bucket until they are means
     num_arrived: int = 0  # gradients that were ready in this pass, counting parts
 
     def gradients(self) -> torch.Tensor:
         """Return a flat copy of the gradients; zeros for those that this replica lacks."""
-        numel = sum(spec.numel for spec in self.specs)
-        flat = torch.zeros(numel, dtype=self.specs[0].dtype, device=self.device)
-        parts = Bucket(self.specs, flat).gradients
-        for piece, spec, part in zip(self.pieces, self.specs, parts, strict=True):
+        specs = self.state.specs
+        flat = torch.zeros(sum(spec.numel for spec in specs), dtype=specs[0].dtype, device=self.device)
+        parts = Bucket(specs, flat).gradients
+        for piece, spec, part in zip(self.pieces, specs, parts, strict=True):
             if piece.parameter.grad is not None:
                 part.view(spec.shape).copy_(local_of(piece.parameter.grad))
         return flat
@@ -181,8 +155,7 @@ class FSDPAdapter:
     ) -> None:
         self.engine, self.shards = engine, shards
         self._sharded = sharded
-        self._buckets = _buckets_of(pieces)
-        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+        self._buckets = _buckets_of(pieces, engine)
         # Looked up by id: parameters compare element by element.
         self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
         self._has_order = False
@@ -223,7 +196,7 @@ class FSDPAdapter:
             if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
                 raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
-        if self._is_due:
+        if self._arrived:  # left by an exception
             raise StepError(
                 f"{NOT_AVERAGED}: the last backward pass has raised (call abandon()), or a part is "
                 f"{REENTRANT}, and restart"
@@ -252,9 +225,9 @@ class FSDPAdapter:
 
     def forget_pass(self) -> None:
         self._queued_in = -1
-        self._is_due = False
         self._step: Step | None = None
         self._num_started = 0
+        # Parameters with ready gradients, until these are averaged.
         self._arrived: set[int] = set()
         # An ordered set: in the order in which gradients became ready.
         self._completed: dict[_Bucket, None] = {}
@@ -270,8 +243,6 @@ class FSDPAdapter:
         # The gradients of this pass accumulate, and are averaged with those of the step's last pass.
         if self._sharded.waits_for_more:
             return
-        # True until they are averaged, so that the next forward pass notices what an exception has left.
-        self._is_due = True
         current = torch_private.backward_pass()
         if current != self._queued_in:
             self._queued_in = current
@@ -280,7 +251,7 @@ class FSDPAdapter:
         if bucket.flat is not None:
             self._abandon()
             why = "the pass also went through forward passes of earlier steps"
-            words = f"the gradient of {bucket.specs[0].name} arrived again after it was sent"
+            words = f"the gradient of {bucket.state.specs[0].name} arrived again after it was sent"
             raise StepError(f"{words}: {why}; call backward() once a step, and {RESTART}")
         self._arrived.add(id(parameter))
         # A module that is called several times gets its gradients in parts. In the first pass all parts
@@ -303,12 +274,8 @@ class FSDPAdapter:
             bucket = self._buckets[self._num_started]
             if bucket.num_arrived < len(bucket.pieces):
                 return
-            with self._on_comm_stream():
-                try:
-                    self._start(bucket)
-                except BaseException:
-                    self._abandon()
-                    raise
+            with self._working():
+                self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
         # An optimizer that consumes a gradient before it is averaged has stepped with that of one replica.
@@ -320,7 +287,7 @@ class FSDPAdapter:
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 left them.
         bucket.flat = bucket.gradients()
-        self._step.start(cast(BucketState, bucket.opened), bucket.flat)
+        self._step.start(bucket.state, bucket.flat)
         self._num_started += 1
 
     @torch_private.not_compiled
@@ -331,7 +298,7 @@ class FSDPAdapter:
             return
         engine = self.engine
         try:
-            with self._on_comm_stream():
+            with self._working():
                 if not self._are_all_open:
                     self._open_all()
                 for bucket in self._buckets[self._num_started :]:
@@ -348,9 +315,6 @@ class FSDPAdapter:
                 self._write_gradients(unused)
                 if not self._has_order:
                     self._learn_order()
-        except BaseException:
-            self._abandon()
-            raise
         finally:
             # Clipping and the optimizer come next, on the user's stream, and read what ours has written.
             self._comm_stream.current_waits()
@@ -367,19 +331,13 @@ class FSDPAdapter:
         Collective, after all buckets: how many were started during the pass differs between replicas. A
         replica that has used all parameters need not wait for the message.
         """
-        wire = self.engine.metered
-        used = [
-            id(piece.parameter) in self._changed and piece.parameter.grad is not None
-            for piece in self._pieces
-        ]
-        # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
-        flags = to_device_async(wire.control_device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
-        purpose = f"step {self.engine.steps}, which parameters were used"
-        flags_work = wire.all_reduce(flags, purpose, operation="max")
+        pieces = self._pieces
+        used = [id(piece.parameter) in self._changed and piece.parameter.grad is not None for piece in pieces]
+        flags_work, flags = self.engine.send_used(used)
         if all(used):
             return flags_work, set()
         flags_work.wait()
-        used_by_any = zip(self._pieces, flags.tolist(), strict=True)
+        used_by_any = zip(pieces, flags.tolist(), strict=True)
         return flags_work, {piece.name for piece, is_used in used_by_any if not is_used}
 
     def _abandon(self) -> None:
@@ -400,18 +358,26 @@ class FSDPAdapter:
         late = [number for number in range(len(self._buckets)) if number not in early]
         self._num_early = len(early)
         self._buckets = [self._buckets[number] for number in [*early, *late]]
-        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
 
     @contextmanager
-    def _on_comm_stream(self) -> Iterator[None]:
+    def _working(self) -> Iterator[None]:
+        """Launch on the communication stream; an error ends the step."""
         # In a hook the current stream is FSDP2's own, which has waited for the user's stream.
-        clock = self.engine.clock.inside(self.engine.traffic)
-        with clock, torch.no_grad(), self._comm_stream.wait_for_current(self._buckets[0].device):
-            yield
+        comm_stream = self._comm_stream.wait_for_current(self._buckets[0].device)
+        try:
+            with self.engine.clock.inside(), torch.no_grad(), comm_stream:
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    @property
+    def _pieces(self) -> list[Piece]:
+        return [piece for bucket in self._buckets for piece in bucket.pieces]
 
     @property
     def _are_all_open(self) -> bool:
-        return all(bucket.opened is not None and bucket.opened.is_current for bucket in self._buckets)
+        return all(bucket.state.is_open and bucket.state.is_current for bucket in self._buckets)
 
     def _open_all(self) -> None:
         engine = self.engine
@@ -420,18 +386,19 @@ class FSDPAdapter:
         alike_on_all_shards(
             self.shards,
             f"step {engine.steps}",
-            lambda: {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
+            {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
             lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
-            bucket.opened = engine.open(bucket.specs, bucket.device)
+            bucket.state = engine.open(bucket.state.specs, bucket.device)
 
     def _write_gradients(self, unused: Collection[str]) -> None:
         for bucket in self._buckets:
             # Free the copies bucket by bucket.
             flat, bucket.flat = cast(torch.Tensor, bucket.flat), None
-            means = Bucket(bucket.specs, flat).gradients
-            for piece, spec, flat_mean in zip(bucket.pieces, bucket.specs, means, strict=True):
+            specs = bucket.state.specs
+            means = Bucket(specs, flat).gradients
+            for piece, spec, flat_mean in zip(bucket.pieces, specs, means, strict=True):
                 parameter, mean = piece.parameter, flat_mean.view(spec.shape)
                 if piece.name in unused:
                     continue
@@ -443,7 +410,7 @@ class FSDPAdapter:
                     local_of(parameter.grad).copy_(mean)
 
 
-def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
+def _buckets_of(pieces: Iterable[Piece], engine: Engine) -> list[_Bucket]:
     """Return buckets in the order in which they probably become ready: from the model's end."""
     grouped: dict[tuple[int, torch.device, torch.dtype], list[Piece]] = {}
     for piece in pieces:
@@ -451,5 +418,6 @@ def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
             local = local_of(piece.parameter)
             grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
     return [
-        _Bucket(group, tuple(specs_of(group)), device) for (_, device, _), group in reversed(grouped.items())
+        _Bucket(group, device, engine.buckets.bucket(tuple(specs_of(group))))
+        for (_, device, _), group in reversed(grouped.items())
     ]

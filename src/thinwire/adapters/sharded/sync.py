@@ -51,7 +51,7 @@ class ShardedSync(GradientSync):
     def save_shard(self) -> SavedState:
         """Return the state of this shard, once all shards have made the same steps."""
         steps = {"steps": str(self.steps)}
-        return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, self._engine.save)
+        return alike_on_all_shards(self.shards, "state_dict()", steps, self._engine.save)
 
     def whole(self, saved: SavedState) -> SavedState:
         """Return the state of the whole model. Collective over the shards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import itemgetter
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thinwire import torch_private
 from thinwire.adapters.ddp_model import DIVIDED, plain_name
-from thinwire.comm import checked_group, own_group
+from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport
+from thinwire.comm.process_group import checked_group, own_group
 from thinwire.errors import AttachError
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import shard_of
-from thinwire.torch_private import fsdp_mesh_info
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,21 +54,18 @@ class Piece(NamedTuple):
         return whole if self.dim is None else shard_of(whole, self.dim, shard, num_shards)
 
 
-class ShardedModel:
+class ShardedModel(torch_private.FSDPModel):
     """FSDP2's view of a model, for which torch has no public API."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._states = torch_private.fsdp_states(model)
         self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
-        self.groups: list[Any] = []
         try:
-            for state in self._states:
-                self.groups += torch_private.fsdp_groups(state)
-            infos = list(map(fsdp_mesh_info, self.groups))
-            dims = [(info.shard_mesh_dim, info.replicate_mesh_dim) for info in infos]
+            super().__init__(model)
+            self._infos = [group.mesh_info for group in self.groups]
+            dims = [(info.shard_mesh_dim, info.replicate_mesh_dim) for info in self._infos]
             # Read everything that is needed later once, so that anything missing is found now.
             _ = self.waits_for_more, list(self.parameters)
-            _ = list(map(torch_private.fsdp_has_calls_to_come, self.groups))
+            _ = list(map(self.has_calls_to_come, range(len(self.groups))))
         except AttributeError as error:
             raise AttachError(
                 f"FSDP2 of torch {torch.__version__} differs from the versions that Thinwire supports "
@@ -81,44 +78,31 @@ class ShardedModel:
 
     def is_all_of(self, model: torch.nn.Module) -> bool:
         """Return whether no other part of a model has been sharded since."""
-        return len(torch_private.fsdp_states(model)) == len(self._states)
-
-    @property
-    def waits_for_more(self) -> bool:
-        """Whether the user has announced another backward pass of the same step."""
-        return torch_private.fsdp_waits(self._states, self.groups)
-
-    def has_calls_to_come(self, bucket: int) -> bool:
-        """Return whether some forward calls of a module have not run backward in this pass; some never do."""
-        return torch_private.fsdp_has_calls_to_come(self.groups[bucket])
-
-    @property
-    def is_inside_another(self) -> bool:
-        """Whether it is part of a larger FSDP2 model; known from its first forward pass on."""
-        # The first module to run is a root. There are several roots if no module holds the others.
-        return all(torch_private.fsdp_is_root(state) is False for state in self._states)
-
-    @property
-    def is_finalized_by_hand(self) -> bool:
-        """Whether the user calls `finalize_backward`, as torch 2.15 allows."""
-        return any(map(torch_private.fsdp_is_finalized_by_hand, self._states))
+        return len(torch_private.fsdp_states(model)) == len(self.states)
 
     @property
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters to which FSDP2 gives gradients; named from the first forward pass on."""
         # The model's own names don't help: in a forward pass it has whole parameters, but these are shards.
-        shards = (shard for group in self.groups for shard in torch_private.fsdp_parameters(group))
+        shards = chain.from_iterable(map(self.shards_of, range(len(self.groups))))
         return ((plain_name(name or "a parameter"), parameter) for name, parameter in shards)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
         """The group over which PyTorch averages, with `replicate` and native HSDP."""
-        group: dist.ProcessGroup = fsdp_mesh_info(self.groups[0]).replicate_process_group
+        group: dist.ProcessGroup = self._infos[0].replicate_process_group
         return group
+
+    def shards(self) -> Transport:
+        """Return the transport between the shards of this replica."""
+        if self.is_replicated:  # there is one shard, and no group for it
+            return InProcessTransport.group(1)[0]
+        device = torch.device(self.mesh().device_type)
+        return ProcessGroupTransport(self._infos[0].shard_process_group, device)
 
     def mesh(self) -> DeviceMesh:
         """Return the mesh over which every parameter is sharded, or replicated, or both."""
-        meshes: list[DeviceMesh] = [fsdp_mesh_info(group).mesh for group in self.groups]
+        meshes: list[DeviceMesh] = [info.mesh for info in self._infos]
         if not meshes:
             raise AttachError(
                 "fully_shard was applied to no parameter of this model, so there is nothing to average"
@@ -132,8 +116,8 @@ class ShardedModel:
             )
         return meshes[0]
 
-    def mesh_of_shards(self) -> DeviceMesh:
-        """Return the mesh, for averaging models; raise for native HSDP, where PyTorch averages gradients."""
+    def refuse_native(self) -> None:
+        """Raise for native HSDP: its models can't be averaged, since PyTorch averages their gradients."""
         mesh = self.mesh()
         if self.is_native:
             names = mesh.mesh_dim_names or ("replicas", "shards")
@@ -141,13 +125,12 @@ class ShardedModel:
                 f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients in "
                 f'each step; pass it mesh["{names[-1]}"] alone, and replicas=mesh["{names[0]}"] to Thinwire'
             )
-        return mesh
 
     def stop_averaging(self) -> None:
         """Make `replicate` or native HSDP average over this process alone, which changes nothing."""
-        infos = {id(info): info for info in map(fsdp_mesh_info, self.groups)}
-        self._averaging = [(info, info.replicate_process_group) for info in infos.values()]
-        for info in infos.values():
+        # All are read before any is replaced: groups may share one.
+        self._averaging = [(info, info.replicate_process_group) for info in self._infos]
+        for info in self._infos:
             info.replicate_process_group = own_group()
 
     def resume_averaging(self) -> None:
@@ -168,8 +151,8 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     """Reshard a model; return this process's piece of each parameter: frozen ones too, tied ones once."""
     reshard(model)
     # Gradients that FSDP2 reduces together become ready together.
-    shards = [map(itemgetter(1), torch_private.fsdp_parameters(group)) for group in sharded.groups]
-    bucket_of = {id(parameter): bucket for bucket, held in enumerate(shards) for parameter in held}
+    buckets = range(len(sharded.groups))
+    bucket_of = {id(shard): bucket for bucket in buckets for _, shard in sharded.shards_of(bucket)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_of(tensor).is_meta:
             words = "is on the meta device and has no values yet; initialise or load the model, then attach"
