@@ -11,6 +11,7 @@ import threading
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,14 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = replicate(module) if "replicate" in sys.argv else DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if "late" in sys.argv:
         model(torch.zeros(1, 64))
     if "hook" in sys.argv:
         model.register_comm_hook(None, fp16_compress_hook)
-    if "eval" in sys.argv:
-        model.eval()
+    model.train("eval" not in sys.argv)
+    model.require_backward_grad_sync = "no_sync" not in sys.argv  # without it, as Composer's forced_sync
     if "attach" in sys.argv:
         import thinwire  # noqa: PLC0415
 
@@ -36,7 +38,7 @@ def main() -> None:
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-    if "attach" not in sys.argv:
+    if "attach" not in sys.argv and "replicate" not in sys.argv:
         torch.save(model, io.BytesIO())  # whole, as some scripts do
     if dist.get_rank() == 0:
         print("weights", sum(parameter.double().sum().item() for parameter in model.parameters()), flush=True)

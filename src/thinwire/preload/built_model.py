@@ -94,6 +94,8 @@ def _register_comm_hook(model: DistributedDataParallel, state: object, hook: Cal
     run.end()
     run.sync.detach()
     switch.hand_over(state, hook)
+    if isinstance(state, Switch):  # the script attaches by itself
+        note_attached()
 
 
 DistributedDataParallel.__getstate__ = _state_without_ours  # type: ignore[method-assign]
@@ -115,8 +117,14 @@ def note_built(model: DistributedDataParallel) -> None:
     if reason:
         _leave_alone(options, reason, votes)
         return
+    before = _BeforeFirstPass(options, votes)
+    if isinstance(model.module, torch.nn.ParameterList):
+        # Made by torch's `replicate` in the first pass of a module: no pass calls this model itself.
+        with torch.enable_grad():
+            before(model, None)
+        return
     # Attach later: the code that builds the model may still register its own hook.
-    model.register_forward_pre_hook(_BeforeFirstPass(options, votes))
+    model.register_forward_pre_hook(before)
     _waiting.add(votes)
 
 
@@ -184,8 +192,8 @@ class _BeforeFirstPass:
         if (differs or problem) and problem != BY_ITSELF:
             _leave_alone(self._options, differs or problem, self._votes)
             return
-        note_attached()
         if sync is None:
+            note_attached()
             return
         _attached.add(model)
         run = _Run(sync, self._options, self._votes)
@@ -247,7 +255,7 @@ class _Run:
     The model's engine holds it as an observer of its steps, so it ends with the model.
     """
 
-    has_begun = False
+    has_begun = has_averaged = False
 
     def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
         self.sync, self.options, self.votes = sync, options, votes
@@ -294,6 +302,9 @@ class _Run:
                 _say(f"nothing is recorded: {error}")
 
     def _after_step(self, committed: bool) -> None:
+        if not self.has_averaged:
+            self.has_averaged = True
+            note_attached()
         # Not in the signal handler, which may run in the middle of a step.
         if self.is_told_to_end:
             _end_runs()
@@ -320,7 +331,12 @@ class _Run:
             before, now = self._stats, self.sync.stats()
             sent = (now.message_bytes - before.message_bytes) / 1e6
             in_bf16 = (now.gradient_bytes - before.gradient_bytes) / 2e6
-            if self.votes.is_first:
+            if not self.has_averaged:
+                self.votes.say(
+                    "0 steps were averaged, so nothing was compressed; a script with all backward passes "
+                    "in no_sync() averages by itself"
+                )
+            elif self.votes.is_first:
                 _say(
                     f"{now.steps - before.steps} steps sent {sent:.3g} MB, where bf16 would have sent "
                     f"{in_bf16:.3g}; waited {now.waiting_seconds:.1f} s for messages"
