@@ -18,11 +18,11 @@ from torch.nn.functional import pad, threshold
 from thinwire.kernels.backend import Kernels
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
+    Factors,
     MatmulBatch,
     MatrixGroup,
     Reconstruction,
     Rows,
-    Subtraction,
     Write,
 )
 from thinwire.tensors import accelerators
@@ -77,12 +77,11 @@ def _add_scaled(matrix: torch.Tensor, error: torch.Tensor | None, loss_scale: to
         matrix.add_(error if loss_scale is None else error * loss_scale)
 
 
-def subtract_own(items: Sequence[Subtraction]) -> None:
-    """Read and write every matrix once."""
-    for item in items:
-        lefts, rights = item.factors.sent
-        for k, rows, matrix, _ in _parts(item.group.matrices):
-            SUM[matrix.dim()](matrix, lefts[k, :, rows].mT, rights[k], alpha=-1, out=matrix)
+def subtract_own(group: MatrixGroup, factors: Factors) -> None:
+    """Subtract from every matrix what an iteration has sent of it; read and write every matrix once."""
+    lefts, rights = factors.sent
+    for k, rows, matrix, _ in _parts(group.matrices):
+        SUM[matrix.dim()](matrix, lefts[k, :, rows].mT, rights[k], alpha=-1, out=matrix)
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
@@ -259,7 +258,6 @@ LOW_RANK = Kernels(
     frozenset({torch.float32, torch.float64}),
     products=products,
     projections=projections,
-    subtract_own=subtract_own,
     reconstruct=reconstruct,
     write=write,
     orthonormal_rows=orthonormal_rows,

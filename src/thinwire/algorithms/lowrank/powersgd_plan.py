@@ -28,12 +28,12 @@ from thinwire.kernels.matrices import (
     Factors,
     MatrixGroup,
     Reconstruction,
-    Subtraction,
     Terms,
     Write,
     round_all_into,
     widened,
 )
+from thinwire.kernels.torch_kernels import subtract_own
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
 
@@ -176,7 +176,8 @@ class PowerSGDPlan(LowRankPlan):
                 of_group.append(latest)
             # After the last iteration, `reconstruct` subtracts and writes the residual in one pass.
             if not is_last:
-                M.kernels.subtract_own(list(map(Subtraction, M.groups, found)))
+                for group, latest in zip(M.groups, found, strict=True):
+                    subtract_own(group, latest)
                 bases = yield from M.orthonormal(means, f"basis {iteration}")
         return list[Terms](terms)
 

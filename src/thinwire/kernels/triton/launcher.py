@@ -24,9 +24,8 @@ def launch(
     arguments: Sequence[torch.Tensor | int | None],
     constants: Mapping[str, object],
     device: torch.device,
-    touched: Sequence[torch.Tensor],
 ) -> None:
-    """Launch a kernel on the current stream of a device; `touched` has all tensors it reads or writes."""
+    """Launch a kernel on the current stream of a device."""
     # If all parameters are empty: CUDA refuses an empty grid.
     if programs == 0:
         return
@@ -45,7 +44,7 @@ def check() -> None:
     """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
     number = torch.zeros(1, dtype=torch.float32, device="cuda")
     # With the usual options: without them some versions of Triton warn, and warnings may be errors.
-    launch("compiled_codes.probe", 1, [number], FUSED, number.device, [number])
+    launch("compiled_codes.probe", 1, [number], FUSED, number.device)
 
 
 @cache

@@ -50,7 +50,6 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
         ],
         constants(codebook, blocks, **statistic(codebook)),
         flat.device,
-        [flat, coded.message],
     )
     return coded
 
@@ -77,7 +76,6 @@ def averaged(item: MeanArgs) -> Coded:
         ],
         constants(codebook, blocks, **statistic(codebook)),
         device,
-        [message, coded.message, *([] if lost is None else [lost])],
     )
     return coded
 
@@ -98,7 +96,6 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
-        [coded.message, flat],
     )
 
 
@@ -128,7 +125,6 @@ def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
-        [coded.message, sent.message, values, lost, flat, rest],
     )
     return rest
 
