@@ -213,7 +213,7 @@ class FactorMessages:
     def __init__(
         self, dtype: torch.dtype, workspace: Workspace, uncompressed: Sequence[torch.Tensor]
     ) -> None:
-        self._dtype, self._workspace, self._beside = dtype, workspace, uncompressed
+        self.dtype, self.workspace, self._beside = dtype, workspace, uncompressed
         self.received: list[torch.Tensor] = []  # the means of all messages, which must be finite
         self.uncompressed: Sequence[torch.Tensor] = ()  # the means of the flat gradients
 
@@ -226,8 +226,11 @@ class FactorMessages:
         they were sent, so that the residual keeps the rounding error.
         """
         like, beside = factors[0], [] if self.received else self._beside
-        item = MessageParts(factors, beside, self._dtype, self._workspace, len(self.received))
-        (message,) = yield Jointly(all_packed, [item], (like.device, like.dtype, self._dtype))
+        sent = factors if self.dtype != torch.float16 else list(map(clamped, factors))
+        if beside and accelerators.is_accelerator(like.device):
+            beside = widened(beside, like.dtype)  # torch concatenates mixed dtypes one by one
+        kind = like.device, like.dtype, self.dtype
+        (message,) = yield Jointly(all_packed, [(self, [*sent, *beside])], kind)
         own = factors
         if as_sent and message.dtype != like.dtype:
             # Read before the message is sent: the mean may overwrite it.
@@ -240,33 +243,14 @@ class FactorMessages:
         return own, unpacked(mean, factors)
 
 
-@dataclass(eq=False)
-class MessageParts:
-    """Factors to be sent as one message, followed by flat gradients."""
-
-    factors: Sequence[torch.Tensor]
-    uncompressed: Sequence[torch.Tensor]
-    dtype: torch.dtype  # the message's
-    workspace: Workspace
-    number: int  # of the message in its step
-
-
-def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
+def all_packed(items: Sequence[tuple[FactorMessages, Sequence[torch.Tensor]]]) -> Sequence[torch.Tensor]:
     """Return the messages of all buckets as views of one tensor, which is sent without another copy."""
-    first = items[0]
-    like, dtype = first.factors[0], first.dtype
-    parts, sizes = list[torch.Tensor](), list[int]()
-    for item in items:
-        factors, uncompressed = item.factors, item.uncompressed
-        if dtype == torch.float16:
-            factors = [clamped(factor) for factor in factors]
-        if uncompressed and accelerators.is_accelerator(like.device):
-            uncompressed = widened(uncompressed, like.dtype)  # torch concatenates mixed dtypes one by one
-        of_item = list(map(torch.flatten, (*factors, *uncompressed)))
-        sizes.append(sum(map(torch.numel, of_item)))
-        parts += of_item
-    out = first.workspace.buffer(("message", first.number, like.shape), (sum(sizes),), like)
-    return torch.cat(parts, out=out).to(dtype).split_with_sizes(sizes)
+    messages, (like, *_) = items[0]
+    parts = [tensor.flatten() for _, tensors in items for tensor in tensors]
+    sizes = [sum(map(torch.numel, tensors)) for _, tensors in items]
+    role = "message", len(messages.received), like.shape
+    out = messages.workspace.buffer(role, (sum(sizes),), like)
+    return torch.cat(parts, out=out).to(messages.dtype).split_with_sizes(sizes)
 
 
 def clamped(factor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
@@ -167,19 +165,14 @@ def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
 
 def constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, object]:
     """Return the compile-time arguments of a kernel, and options."""
-    of_codebook = {"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits}
-    return {**of_codebook, **_of_tiles(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
-
-
-# Cached: every bucket needs them three times a step.
-@lru_cache(maxsize=64)
-def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
-    width = padded(block)
-    beside = min(BESIDE if bits <= 4 else BESIDE_OF_LONG, width)
+    width = padded(blocks.block)
+    beside = min(BESIDE if codebook.bits <= 4 else BESIDE_OF_LONG, width)
     return {
+        **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits},
         **{"OUTER": width // beside, "ROWS": max(1, ELEMENTS // width), "INNER": beside // COLUMN},
-        **{"BLOCK": block, "ALIGNED": is_aligned},
+        **{"BLOCK": blocks.block, "ALIGNED": blocks.divisor % COLUMN == 0},
         **OPTIONS,
+        **more,
     }
 
 
