@@ -60,10 +60,7 @@ def with_residual(
     wire_dtype: torch.dtype | None,
 ) -> WithResidual:
     """Return gradients of a bucket, each plus its residual, to be sent uncompressed."""
-    errors = memory[ERROR]
-    if errors.keys().isdisjoint(names):
-        return WithResidual(list(gradients), {})
-    dtype, scale = bucket.flat.dtype, bucket.loss_scale
+    errors, dtype, scale = memory[ERROR], bucket.flat.dtype, bucket.loss_scale
     limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
     is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
     sent = WithResidual([], {})

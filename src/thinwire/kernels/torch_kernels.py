@@ -10,7 +10,6 @@ evenly spaced in memory, like those of a model's equal layers in a bucket, are o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 from torch.nn.functional import pad, threshold
@@ -223,15 +222,12 @@ def _one_or_nan(is_healthy: torch.Tensor) -> torch.Tensor:
     return torch.true_divide(is_healthy, is_healthy)
 
 
-Part: TypeAlias = tuple[int | slice, slice, torch.Tensor, torch.Tensor | None]
-
-
 def _parts(
     matrices: Sequence[torch.Tensor],
     errors: Sequence[torch.Tensor | None] | None = None,
     *,
     are_cut: bool = True,
-) -> Iterator[Part]:
+) -> Iterator[tuple[int | slice, slice, torch.Tensor, torch.Tensor | None]]:
     """Yield (which matrices, which of their rows, these rows, the same rows of their errors).
 
     On accelerators all matrices are one batch if memory allows it. On the CPU, rows are cut to fit in a

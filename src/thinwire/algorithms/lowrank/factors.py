@@ -89,25 +89,23 @@ class BucketMatrices:
     errors: Sequence[torch.Tensor | None]  # the residuals, flat
     written: Sequence[Sequence[torch.Tensor] | None]  # residuals by group, if all can be written in place
     wide: torch.dtype | None  # gradients are copied to it if the kernels don't take their dtype
+    loss_scale: torch.Tensor | None = None  # this step's
 
-    def products(
-        self, Q: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool
-    ) -> Round[list[torch.Tensor]]:
+    def products(self, Q: Sequence[torch.Tensor], role: str, *, add_error: bool) -> Round[list[torch.Tensor]]:
         """Multiply: M Q. All factors are stored transposed, so this is (M Q)ᵀ, (matrices, r, rows)."""
-        return self._multiply(self.kernels.products, 0, Q, scale, role, add_error)
+        return self._multiply(self.kernels.products, 0, Q, role, add_error)
 
     def projections(
-        self, P: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool = False
+        self, P: Sequence[torch.Tensor], role: str, *, add_error: bool = False
     ) -> Round[list[torch.Tensor]]:
         """Multiply: Mᵀ P. Stored transposed: (matrices, r, columns)."""
-        return self._multiply(self.kernels.projections, 1, P, scale, role, add_error)
+        return self._multiply(self.kernels.projections, 1, P, role, add_error)
 
     def _multiply(
         self,
         kernel: Callable[[list[MatmulBatch]], list[torch.Tensor]],
         side: int,
         factors: Sequence[torch.Tensor],
-        scale: torch.Tensor | None,
         role: str,
         add_error: bool,
     ) -> Round[list[torch.Tensor]]:
@@ -115,7 +113,7 @@ class BucketMatrices:
         for group, factor in zip(self.groups, factors, strict=True):
             shape = *factor.shape[:2], group.matrices[0].shape[side]
             out = self.workspace.buffer((role, group.labels[0]), shape, factor)
-            items.append(MatmulBatch(group, factor, scale, add_error, out))
+            items.append(MatmulBatch(group, factor, self.loss_scale, add_error, out))
         results: list[torch.Tensor] = yield Jointly(kernel, items, self.device)
         return results
 

@@ -65,7 +65,6 @@ class LaunchTable(NamedTuple):
 
     rows: torch.Tensor  # per tensor or matrix, int64: addresses, and sizes, which kernels multiply
     tiles: torch.Tensor  # each program's row, and its tile of that, int32, (programs, 2)
-    programs: int
 
 
 TableRows: TypeAlias = tuple[Sequence[tuple[int, ...]], Sequence[int]]
@@ -95,7 +94,6 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
     table = LaunchTable(
         to_device_async(device, torch.tensor(rows, dtype=torch.int64, device="cpu")),
         to_device_async(device, _tiles(counts)),
-        sum(counts),
     )
     # Don't cache a tensor subclass, such as a fake tensor: it is useless after its mode has ended.
     if type(table.rows) is torch.Tensor:

@@ -7,7 +7,7 @@ In fp32 the first kernel of a step adds the residuals to the gradients in place,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -146,7 +146,9 @@ def _launch_over(
             for (matrix, error), residual in zip(group.addresses, group.written, strict=True)
         ]
         ends = zip(*map(_matrix_addresses, beside), strict=True)
-        programs = [PROGRAMS[kernel](tile, head[3], head[4]) for head in heads]
+        height = SPLIT_ROWS if kernel == "projections" else tile.rows
+        across = [1 if kernel == "products" else -(-head[4] // tile.columns) for head in heads]
+        programs = [-(-head[3] // height) * tiles for head, tiles in zip(heads, across, strict=True)]
         return [(*head, *end) for head, end in zip(heads, ends, strict=True)], programs
 
     compiled_in: dict[str, object] = {
@@ -167,20 +169,12 @@ def _launch_over(
     _launch(f"compiled_matrices.{kernel}", table, compiled_in, *arguments)
 
 
-PROGRAMS: dict[str, Callable[[Tile, int, int], int]] = {
-    "products": lambda tile, rows, columns: -(-rows // tile.rows),
-    "projections": lambda tile, rows, columns: -(-rows // SPLIT_ROWS) * -(-columns // tile.columns),
-    "reconstruct": lambda tile, rows, columns: -(-rows // tile.rows) * -(-columns // tile.columns),
-}
-"""The number of programs for a matrix with some rows and columns, by kernel."""
-
-
 def _launch(
     kernel: str, table: LaunchTable, constants: dict[str, object], *beside: torch.Tensor | None
 ) -> None:
     """Launch a kernel over a table, on the table's device."""
     arguments = [table.rows, table.tiles, *beside]
-    launcher.launch(kernel, table.programs, arguments, constants, table.rows.device)
+    launcher.launch(kernel, len(table.tiles), arguments, constants, table.rows.device)
 
 
 # The kernels of `base.Kernels`.
@@ -285,7 +279,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
     table = launch_table(("finite", *rows), partial(_rows_of_elements, rows), tensors[0].device)
     # One byte per program, not a shared one, which programs would have to write in turn.
-    flags = torch.empty(table.programs, dtype=torch.int8, device=tensors[0].device)
+    flags = torch.empty(len(table.tiles), dtype=torch.int8, device=tensors[0].device)
     constants = {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED}
     _launch("compiled_matrices.finite", table, constants, flags)
     return flags.view(torch.bool).all()
