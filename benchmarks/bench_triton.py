@@ -115,11 +115,10 @@ class Timed:
         programs: int,
         arguments: Sequence[torch.Tensor | int | None],
         constants: Mapping[str, Any],
-        device: torch.device,
     ) -> None:
         before, after = two_events()
         before.record()
-        self._launch(kernel, programs, arguments, constants, device)
+        self._launch(kernel, programs, arguments, constants)
         after.record()
         size = constants.get("R", constants.get("BITS"))
         name = kernel.partition(".")[2]

@@ -11,7 +11,7 @@ import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity, Memory
 from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Eigenbasis, is_in
-from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
@@ -195,8 +195,12 @@ class QuantizePlan(BucketPlan):
         if keeps_residual:
             # In 16 bits the sum would lose the residual: it is often below a gradient's last bit.
             values = values.to(self.dtype)
-            parts, errors = parts_with_residual(bucket, memory, values)
-            if errors:
+            parts = [
+                part
+                for part, name in zip(bucket.split(values), self.names, strict=True)
+                if name in memory[ERROR]
+            ]
+            if errors := [memory[ERROR][name] for name in self.names if name in memory[ERROR]]:
                 torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
         elif self.eigenbasis is not None:
             values = self.eigenbasis.turned(bucket, memory, self.dtype)

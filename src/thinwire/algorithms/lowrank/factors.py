@@ -160,13 +160,8 @@ def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.T
 
 def bases_ahead(
     memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
-) -> Round[list[torch.Tensor] | None]:
-    """Make the next step's starting bases; on accelerators for all buckets together, to save launches.
-
-    None on the CPU: there each bucket makes its own when it starts, while messages of others are in flight.
-    """
-    if not M.workspace.warm_start or not accelerators.is_accelerator(M.device):
-        return None
+) -> Round[list[torch.Tensor]]:
+    """Make the next step's starting bases, for all buckets together, to save launches."""
     # A zero row stays zero in every product, and its direction would be lost for good. It became zero when a
     # gradient's matrix rank was too low, or never had values. So zero rows are replaced.
     drawn = [_drawn_rows(memory.step, M, (f.shape[1], f.shape[2]), f) for f in factors]

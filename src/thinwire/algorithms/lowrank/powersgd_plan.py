@@ -160,12 +160,12 @@ class PowerSGDPlan(LowRankPlan):
                     Factors((p, q), (p_mean, q), projection=0)
                     for p, q, p_mean in zip(P, bases, means, strict=True)
                 ]
-            for of_group, latest in zip(terms, found, strict=True):
+            for group, of_group, latest in zip(M.groups, terms, found, strict=True):
                 of_group.append(latest)
-            # After the last iteration, `reconstruct` subtracts and writes the residual in one pass.
-            if not is_last:
-                for group, latest in zip(M.groups, found, strict=True):
+                # After the last iteration, `reconstruct` subtracts and writes the residual in one pass.
+                if not is_last:
                     subtract_own(group, latest)
+            if not is_last:
                 bases = yield from M.orthonormal(means, f"basis {iteration}")
         return list[Terms](terms)
 
@@ -243,22 +243,19 @@ class PowerSGDPlan(LowRankPlan):
         # Factors of the last iteration only: the next step starts from them. What was sent of all iterations:
         # the diagnosis compares all that was sent with what was not.
         factors, sent = list[torch.Tensor](), list[torch.Tensor]()
-        for first, *later in terms:
-            last = later[-1] if later else first
-            factors.append(last.mean[last.projection])
-            parts = first.sent[first.projection].flatten(1)
-            if later:
-                parts = torch.cat([parts, *(term.sent[term.projection].flatten(1) for term in later)], dim=1)
-            sent.append(parts)
+        for of_group in terms:
+            factors.append(of_group[-1].mean[of_group[-1].projection])
+            parts = [term.sent[term.projection].flatten(1) for term in of_group]
+            sent.append(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
         if (scale := M.loss_scale) is not None:
             divided = yield Jointly(all_divided, [(tensor, scale) for tensor in factors + sent], id(scale))
             factors, sent = divided[: len(factors)], divided[len(factors) :]
         new: NewState = {}
         if self.config.warm_start:
             new[FACTOR] = factors
-            bases = yield from bases_ahead(memory, M, factors)
-            if bases is not None:
-                new[BASIS] = bases
+            # On the CPU each bucket makes its own when it starts, while messages of others are in flight.
+            if accelerators.is_accelerator(M.device):
+                new[BASIS] = yield from bases_ahead(memory, M, factors)
         if self.config.error_feedback:
             new[SENT] = sent
         return new

@@ -23,15 +23,16 @@ def launch(
     programs: int,
     arguments: Sequence[torch.Tensor | int | None],
     constants: Mapping[str, object],
-    device: torch.device,
 ) -> None:
-    """Launch a kernel on the current stream of a device."""
+    """Launch a kernel on the current stream of the device of its first argument, a tensor."""
+    first = arguments[0]
+    assert isinstance(first, torch.Tensor)
     # If all parameters are empty: CUDA refuses an empty grid.
     if programs == 0:
         return
     # Triton launches on the current device, which may not be that of the tensors. Its interpreter has none.
     # The device's current stream is the caller's, so the kernel runs after those that made its inputs.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         _function(kernel)[(programs,)](*arguments, **constants)
 
 
@@ -44,7 +45,7 @@ def check() -> None:
     """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
     number = torch.zeros(1, dtype=torch.float32, device="cuda")
     # With the usual options: without them some versions of Triton warn, and warnings may be errors.
-    launch("compiled_codes.probe", 1, [number], FUSED, number.device)
+    launch("compiled_codes.probe", 1, [number], FUSED)
 
 
 @cache

@@ -47,7 +47,6 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
             blocks.total,
         ],
         constants(codebook, blocks, **statistic(codebook)),
-        flat.device,
     )
     return coded
 
@@ -73,7 +72,6 @@ def averaged(item: MeanArgs) -> Coded:
             len(message),
         ],
         constants(codebook, blocks, **statistic(codebook)),
-        device,
     )
     return coded
 
@@ -93,7 +91,6 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
             blocks.total,
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
-        flat.device,
     )
 
 
@@ -122,7 +119,6 @@ def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
             blocks.num_members,
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
-        flat.device,
     )
     return rest
 

@@ -43,7 +43,6 @@ def encode(query: TopKQuery) -> torch.Tensor:
         layout.num_chunks,
         [flat, query.error, query.loss_scale, table, positions, values, layout.num_chunks],
         _of_chunks(query),
-        device,
     )
     # Whole words, in which each chunk sets its own bits.
     message = torch.zeros(-(-layout.num_bytes // 4) * 4, dtype=torch.uint8, device=device)
@@ -54,7 +53,6 @@ def encode(query: TopKQuery) -> torch.Tensor:
         -(-layout.num_chunks // rows),
         [positions, values, table, message, layout.num_chunks, *_streams(layout)],
         {**_of_words(layout), "KEPT": width, "ROWS": rows},
-        device,
     )
     return message[: layout.num_bytes]
 
@@ -71,7 +69,6 @@ def decode(query: TopKQuery, gathered: torch.Tensor) -> tuple[torch.Tensor, torc
         -(-layout.num_chunks // rows),
         [gathered, gathered.stride(0), layout.table[device], positions, values, *sizes],
         {**_of_words(layout), "MARKS": width, "ROWS": rows},
-        device,
     )
     return positions, values
 
@@ -102,7 +99,6 @@ def merge(
             "LIMIT": 0.0 if is_wide else torch.finfo(flat.dtype).max,
             "num_warps": MERGING_WARPS,
         },
-        flat.device,
     )
 
 

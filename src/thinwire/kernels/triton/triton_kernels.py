@@ -172,9 +172,8 @@ def _launch_over(
 def _launch(
     kernel: str, table: LaunchTable, constants: dict[str, object], *beside: torch.Tensor | None
 ) -> None:
-    """Launch a kernel over a table, on the table's device."""
-    arguments = [table.rows, table.tiles, *beside]
-    launcher.launch(kernel, len(table.tiles), arguments, constants, table.rows.device)
+    """Launch a kernel over a table."""
+    launcher.launch(kernel, len(table.tiles), [table.rows, table.tiles, *beside], constants)
 
 
 # The kernels of `base.Kernels`.
