@@ -43,18 +43,13 @@ class EntryLayout:
 
     It has three streams of bits: marks, with one set bit per entry, which encode the high bits of positions;
     words, with the low bits of each entry's position and its code; and scales.
-
-    Attributes:
-        numels: The elements of each parameter.
-        length: Elements of a chunk; the last one of a parameter may be shorter.
-        density: Share of a chunk's entries that is sent.
-        bits: Bits of an entry's value. With fewer than 16 they are codes, and each chunk has two scales; with
-            16 the values themselves are sent in place of scales.
     """
 
-    numels: tuple[int, ...]
-    length: int
-    density: float
+    numels: tuple[int, ...]  # the elements of each parameter
+    length: int  # elements of a chunk; the last one of a parameter may be shorter
+    density: float  # share of a chunk's entries that is sent
+    # Bits of an entry's value. With fewer than 16 they are codes, and each chunk has two scales; with 16 the
+    # values themselves are sent in place of scales.
     bits: int
 
     @cached_property

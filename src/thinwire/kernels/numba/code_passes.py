@@ -56,21 +56,13 @@ SMALLEST = 0x0080  # the reciprocal of a smaller number is not finite
 
 
 class Layout(NamedTuple):
-    """How blocks are coded.
+    """How blocks are coded."""
 
-    Attributes:
-        block: Elements per block.
-        bits: Bits per code.
-        last: The highest level.
-        reach: As in `Codebook`.
-        share: Blocks per row of a message: first their scales, then their codes.
-    """
-
-    block: int
-    bits: int
-    last: float
-    reach: tuple[float, float]
-    share: int
+    block: int  # elements per block
+    bits: int  # per code
+    last: float  # the highest level
+    reach: tuple[float, float]  # as in `Codebook`
+    share: int  # blocks per row of a message: first their scales, then their codes
 
 
 @inlined
