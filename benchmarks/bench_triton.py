@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -67,11 +67,46 @@ class Kind(NamedTuple):
         return f"{self.kernel} {self.letter}{self.size or ''}" + ("" if self.is_aligned else ", unaligned")
 
 
+def num_bytes_of(
+    kernel: str, arguments: Sequence[torch.Tensor | int | None], constants: Mapping[str, Any]
+) -> Callable[[], int]:
+    """Return a function that returns the bytes that a launch reads and writes, and waits for the device."""
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    module, _, name = kernel.partition(".")
+    if module in ("compiled_matrices", "compiled_bases"):
+        # Tensors are found by addresses in a table, whose rows have their sizes, too.
+        return lambda: sum(bytes_of_row(name, row, constants) for row in tensors[0].tolist())
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    return lambda: num_bytes
+
+
+def bytes_of_row(kernel: str, row: Sequence[int], constants: Mapping[str, Any]) -> int:
+    """Return the bytes of one row of a table, as `compiled_matrices` and `compiled_bases` describe it."""
+    itemsize = 4 if constants.get("G") == "f" else 2
+    if kernel == "add_splits":
+        return 4 * row[2] * (row[1] + 1)
+    if kernel in ("write", "finite"):
+        source: int = {None: 0, "f": 4}.get(constants.get("SOURCE"), 2)
+        return row[-1] * (itemsize + source)
+    if kernel in ("gram", "gram_again", "orthonormal"):
+        factor, grams = 4 * row[4] * row[5], 8 * (2 * row[6] + 1) * constants["R"] ** 2
+        return factor + (factor if kernel == "orthonormal" else grams)
+    rows, columns, rank = row[3:6]
+    writes = kernel == "reconstruct" or constants["KEEPS"]
+    matrix: int = rows * columns * (itemsize * (1 + writes) + 4 * (row[1] != 0))
+    if kernel == "reconstruct":
+        pairs: int = 4 * rank * (rows + columns) * (1 + constants["TERMS"])
+        return matrix + pairs + 4 * rows * columns * (row[6] != 0)
+    splits: int = -(-rows // constants["SPLIT"]) if kernel == "projections" else 1
+    return matrix + 4 * rank * (rows + columns * splits)
+
+
 class Timed:
     """Stands for `launcher.launch`: notes two events and the bytes of each launch."""
 
     def __init__(self) -> None:
-        self.launches: dict[Kind, list[tuple[torch.cuda.Event, torch.cuda.Event, int]]] = defaultdict(list)
+        self.launches: dict[Kind, list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[], int]]]]
+        self.launches = defaultdict(list)
         self._launch = launcher.launch
 
     def __call__(
@@ -80,24 +115,22 @@ class Timed:
         programs: int,
         arguments: Sequence[torch.Tensor | int | None],
         constants: Mapping[str, Any],
-        device: torch.device,
-        touched: Sequence[torch.Tensor],
     ) -> None:
         before, after = two_events()
         before.record()
-        self._launch(kernel, programs, arguments, constants, device, touched)
+        self._launch(kernel, programs, arguments, constants)
         after.record()
         size = constants.get("R", constants.get("BITS"))
         name = kernel.partition(".")[2]
         kind = Kind(name, constants.get("G", "f"), size, constants.get("ALIGNED", True))
-        self.launches[kind].append((before, after, sum(each.nbytes for each in touched)))
+        self.launches[kind].append((before, after, num_bytes_of(kernel, arguments, constants)))
 
     def rows(self, case: str, copied_bytes_per_second: float) -> list[list[str]]:
         """Return a line for each kernel of a step."""
         found = []
         for kind, events in sorted(self.launches.items(), key=str):
             seconds = sum(before.elapsed_time(after) for before, after, _ in events) / TIMED_STEPS / 1e3
-            num_bytes = sum(each for *_, each in events) / TIMED_STEPS
+            num_bytes = sum(counted() for *_, counted in events) / TIMED_STEPS
             share = num_bytes / seconds / copied_bytes_per_second
             numbers = [f"{1e3 * seconds:.3f}", f"{num_bytes / 1e9:.3f}", f"{share:.0%}"]
             found.append([case, str(kind), str(len(events) // TIMED_STEPS), *numbers])

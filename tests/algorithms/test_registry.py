@@ -15,15 +15,15 @@ from thinwire.simulation import Simulation
 @pytest.mark.parametrize("registered", REGISTRY, ids=lambda registered: registered.name)
 def test_what_is_registered_is_what_it_says(registered: Registered) -> None:
     made = registered.made()
-    assert type(made) is registered.kind
-    assert registered.kind.__name__ in algorithms.__all__
-    assert any(type(entry.algorithm) is registered.kind for entry in ENTRIES), "the catalog has it"
+    kind = type(made)
+    assert kind.__name__ in algorithms.__all__
+    assert any(type(entry.algorithm) is kind for entry in ENTRIES), "the catalog has it"
     assert registered.variants
-    assert [slot for slot in registered.kind.slots if SLOTS[slot.name] != slot] == []
+    assert [slot for slot in kind.slots if SLOTS[slot.name] != slot] == []
     if registered.has_memory:
-        assert registered.kind.slots
+        assert kind.slots
     for variant in registered.variants:
-        assert type(variant.algorithm) is registered.kind
+        assert type(variant.algorithm) is kind
         assert eval(variant.code, vars(algorithms)) == variant.algorithm
 
 

@@ -39,7 +39,7 @@ from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS
-from thinwire.tensors.entries import Chunks, EntryLayout
+from thinwire.tensors.entries import EntryLayout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
 
@@ -214,7 +214,7 @@ def test_gradients_of_side_streams(built_on_it: bool, trained_on_it: bool) -> No
 @needs_gpu
 def test_triton_serves_where_it_can() -> None:
     """Or says why not: a GPU of this time, with torch's own Triton, has no excuse."""
-    like, layout = torch.empty(16, device="cuda"), EntryLayout((Chunks(16, 1, ()),), 1 / 16, bits=2)
+    like, layout = torch.empty(16, device="cuda"), EntryLayout((16,), 16, 1 / 16, bits=2)
     if torch.version.hip or torch.cuda.get_device_capability() >= OLDEST_CAPABILITY:
         assert kernels_for(like, 4) is kernels_for(like.bfloat16(), 32) is triton_kernels.LOW_RANK
         assert code_kernels_for(like) is triton_codes.CODES

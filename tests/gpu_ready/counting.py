@@ -136,9 +136,7 @@ def _address(tensor: torch.Tensor) -> int:
     return (number << 40) + int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _count_launch(
-    kernel: str, programs: int, arguments: object, constants: object, device: torch.device, touched: object
-) -> None:
+def _count_launch(kernel: str, programs: int, arguments: object, constants: object) -> None:
     counting = _get_current_dispatch_mode()
     if isinstance(counting, Counting) and programs:
         counting.launches[kernel] += 1

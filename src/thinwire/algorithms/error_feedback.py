@@ -18,18 +18,6 @@ ERROR = Slot("error", is_local=True, is_elementwise=True)
 unscaled loss."""
 
 
-def parts_with_residual(
-    bucket: Bucket, memory: Memory, flat: torch.Tensor
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parts of a bucket's values that belong to parameters with a residual, and the residuals."""
-    parts, errors = [], []
-    for spec, part in zip(bucket.specs, bucket.split(flat), strict=True):
-        if spec.name in memory[ERROR]:
-            parts.append(part)
-            errors.append(memory[ERROR][spec.name])
-    return parts, errors
-
-
 def residuals_of(memory: Memory, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return copies of the residuals of those of the parameters that have one."""
     return {name: memory[ERROR][name].clone() for name in names if name in memory[ERROR]}
@@ -60,10 +48,7 @@ def with_residual(
     wire_dtype: torch.dtype | None,
 ) -> WithResidual:
     """Return gradients of a bucket, each plus its residual, to be sent uncompressed."""
-    errors = memory[ERROR]
-    if errors.keys().isdisjoint(names):
-        return WithResidual(list(gradients), {})
-    dtype, scale = bucket.flat.dtype, bucket.loss_scale
+    errors, dtype, scale = memory[ERROR], bucket.flat.dtype, bucket.loss_scale
     limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
     is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
     sent = WithResidual([], {})

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity, Memory
 from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Eigenbasis, is_in
-from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels import dispatch
-from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
-from thinwire.kernels.dispatch import all_finite
+from thinwire.kernels.backend import MeanArgs, ResidualArgs
+from thinwire.kernels.dispatch import all_finite, code_kernels_for, name_of_eigenvectors
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -164,8 +163,6 @@ class QuantizePlan(BucketPlan):
     config: Quantize
     blocks: Blocks
     eigenbasis: Eigenbasis | None = None
-    # The kernels of the last step, by the facts that chose them.
-    _kernels: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -174,7 +171,7 @@ class QuantizePlan(BucketPlan):
 
     def kernels(self, device: torch.device) -> set[str]:
         # Every member computes the eigenbasis from the same means, so all must find the same vectors.
-        return set() if self.eigenbasis is None else {dispatch.name_of_eigenvectors(device)}
+        return set() if self.eigenbasis is None else {name_of_eigenvectors(device)}
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Average in few bits, in two rounds; exactly, in one, if a residual is left from another algorithm.
@@ -198,8 +195,12 @@ class QuantizePlan(BucketPlan):
         if keeps_residual:
             # In 16 bits the sum would lose the residual: it is often below a gradient's last bit.
             values = values.to(self.dtype)
-            parts, errors = parts_with_residual(bucket, memory, values)
-            if errors:
+            parts = [
+                part
+                for part, name in zip(bucket.split(values), self.names, strict=True)
+                if name in memory[ERROR]
+            ]
+            if errors := [memory[ERROR][name] for name in self.names if name in memory[ERROR]]:
                 torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
         elif self.eigenbasis is not None:
             values = self.eigenbasis.turned(bucket, memory, self.dtype)
@@ -207,7 +208,7 @@ class QuantizePlan(BucketPlan):
         # A ring all-reduce of codes would round every partial sum again. This way each number is rounded only
         # twice (by its member, and as a mean), and the sum has full precision.
         codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
-        kernels = self._code_kernels(values)
+        kernels = code_kernels_for(values)
         # The mean's random bits are seeded by parameter and position, not by member: every member would draw
         # the same ones for a block.
         of_values: RandomBits | None = None
@@ -234,13 +235,6 @@ class QuantizePlan(BucketPlan):
             residual = kernels.decode_and_keep(args)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
-    def _code_kernels(self, values: torch.Tensor) -> CodeKernels:
-        served = dispatch.backends, values.device, torch.get_num_threads()
-        if self._kernels.get("served") != served:
-            self._kernels.update(served=served, kernels=dispatch.code_kernels_for(values))
-        kernels: CodeKernels = self._kernels["kernels"]
-        return kernels
-
     def squared_norm(self, sent: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the sum of squares of a member's means, as all decode what it sends in the second round."""
         # The other members' blocks get scale 0, which decodes any code to zero.
@@ -248,7 +242,7 @@ class QuantizePlan(BucketPlan):
         alone[rank] = sent
         decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)
         coded = Coded.arrived(alone, self.blocks.share)
-        self._code_kernels(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
+        code_kernels_for(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
         norm: torch.Tensor = torch.linalg.vector_norm(decoded, dtype=torch.float64)
         return norm.square()
 

@@ -40,12 +40,6 @@ class Registered:
     name: str  # on a command line
     make: Callable[..., Algorithm]  # with settings by name; all have defaults
     variants: tuple[Variant, ...] = ()
-    is_lossy: bool = True  # whether its means are approximate
-
-    @property
-    def kind(self) -> type[Algorithm]:
-        """Its class."""
-        return type(self.make())
 
     @property
     def has_memory(self) -> bool:
@@ -105,7 +99,7 @@ def _tried(code: str, tolerance: float = 1e-5) -> Variant:
 
 
 REGISTRY: tuple[Registered, ...] = (
-    Registered("exact", AllReduce, (_tried("AllReduce()"),), is_lossy=False),
+    Registered("exact", AllReduce, (_tried("AllReduce()"),)),
     Registered("fp16", lambda: Cast("fp16"), (_tried('Cast("fp16")', 3e-3),)),
     Registered("bf16", lambda: Cast("bf16"), (_tried('Cast("bf16")', 2e-2),)),
     Registered(

@@ -17,7 +17,7 @@ from thinwire.kernels.backend import TopKQuery
 from thinwire.kernels.dispatch import all_finite, entry_kernels_for
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators
-from thinwire.tensors.entries import EntryLayout, chunks_of
+from thinwire.tensors.entries import EntryLayout
 from thinwire.tensors.layout import concat_view
 
 BITS = (2, 4, 8, 16)
@@ -110,7 +110,7 @@ class TopK(Algorithm):
         return self.chunk
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        layout = EntryLayout(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
+        layout = EntryLayout(tuple(spec.numel for spec in specs), self.chunk, self.density, self.bits)
         routes = [
             Route(
                 (spec.name,),
@@ -119,7 +119,7 @@ class TopK(Algorithm):
                 f"{sent:,} of {spec.numel:,} entries, {self.bits} bits, from each of {num_members} members",
                 is_compressed=True,
             )
-            for spec, (sent, message_bytes) in zip(specs, layout.shares(len(specs), num_members), strict=True)
+            for spec, (sent, message_bytes) in zip(specs, layout.shares(num_members), strict=True)
         ]
         return TopKPlan(tuple(specs), tuple(routes), self, layout)
 

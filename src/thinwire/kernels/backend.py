@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.kernels.matrices import MatmulBatch, Reconstruction, Rows, Subtraction, Write
+from thinwire.kernels.matrices import MatmulBatch, Reconstruction, Rows, Write
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded
 from thinwire.tensors.entries import EntryLayout
@@ -38,9 +38,6 @@ class Kernels:
 
     projections: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]]
     """P̂ᵀ M of every matrix, for each group (matrices, r, columns)."""
-
-    subtract_own: Callable[[Sequence[Subtraction]], None]
-    """Subtracts from every matrix what an iteration has sent of it."""
 
     reconstruct: Callable[[Sequence[Reconstruction]], None]
     """Replaces every gradient by the mean, in place, and writes to its error what was not sent.

@@ -25,20 +25,14 @@ from thinwire.tensors.layout import group_indices
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """Tables of functions, and what they serve.
+    """Tables of functions, and what they serve."""
 
-    Attributes:
-        name: The name to show.
-        load: Returns the tables, or None if they can't be used. Called only if they would serve; later calls
-            are cheap.
-        version: Returns the package's version, once the tables are loaded.
-        serves: Whether they serve matrices of a dtype on a device at a matrix rank or, if that is None,
-            tensors in few bits and few entries. Depends otherwise only on the number of threads.
-    """
-
-    name: str
+    name: str  # to show
+    # Returns the tables; None if they can't be used. Called only if they would serve; later calls are cheap.
     load: Callable[[], Tables | None]
-    version: Callable[[], str] = lambda: ""
+    version: Callable[[], str] = lambda: ""  # the package's, once the tables are loaded
+    # Whether they serve matrices of a dtype on a device at a matrix rank or, if that is None, tensors in few
+    # bits and few entries. Depends otherwise only on the number of threads.
     serves: Callable[[torch.device, torch.dtype, int | None], bool] = lambda *_: True
 
 

@@ -74,14 +74,6 @@ class MatmulBatch:
 
 
 @dataclass(eq=False)
-class Subtraction:
-    """A group from which to subtract what an iteration has sent."""
-
-    group: MatrixGroup
-    factors: Factors
-
-
-@dataclass(eq=False)
 class Reconstruction:
     """A group to replace by the mean: every matrix is M minus what all terms but the last have sent."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
-from typing import TypeAlias
+from functools import lru_cache, partial
 
 import torch
 
@@ -51,8 +50,13 @@ def averaged(item: MeanArgs) -> Coded:
 
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Decode a row for each block; if some are short, through a copy."""
-    block = blocks.block
+    """Decode a row for each block; through a copy if some are short, or the gradients have 16 bits."""
+    block, wide = blocks.block, torch.promote_types(flat.dtype, torch.float32)
+    if flat.dtype != wide:
+        values = torch.empty_like(flat, dtype=wide)
+        decode(coded, blocks, codebook, values)
+        round_into(flat, values, None, None)
+        return
     levels = levels_of(codebook, flat.dtype, flat.device)
     rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
     codes, scales = coded.codes.flatten(0, 1), coded.scales.flatten()
@@ -69,40 +73,28 @@ def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codeb
     return torch.sub(values, rest, out=rest)
 
 
-Decode: TypeAlias = Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-Remainder: TypeAlias = Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor]
-
-
-def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Decode into gradients of any dtype."""
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    values = flat if flat.dtype == wide else torch.empty_like(flat, dtype=wide)
+def decode_and_keep(
+    item: ResidualArgs,
+    *,
+    remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor],
+    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None],
+) -> torch.Tensor:
+    """Decode and return the residual, by a backend's own functions in fp32 and fp64."""
+    coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+    rest = remainder(values, sent, blocks, codebook)
+    # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
+    # All parameters together: on an accelerator each one would be a launch.
+    flat_lost, pieces = (blocks.num_members * lost).view(-1), list(blocks.pieces(own))
+    if pieces:
+        torch._foreach_add_([rest[here] for here, _ in pieces], [flat_lost[there] for _, there in pieces])
+    # The mean may overwrite the values: they are not read any more.
     decode(coded, blocks, codebook, values)
     if values is not flat:
-        round_into(flat, values, None, None)
+        round_into(flat, values, rest, None)
+    return rest if loss_scale is None else rest.div_(loss_scale)
 
 
-def keeping(remainder: Remainder, decode: Decode) -> Callable[[ResidualArgs], torch.Tensor]:
-    """Return a function that decodes and returns a residual, made from one for each, in fp32 and fp64."""
-
-    def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
-        coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
-        rest = remainder(values, sent, blocks, codebook)
-        # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
-        # All parameters together: on an accelerator each one would be a launch.
-        flat_lost, pieces = (blocks.num_members * lost).view(-1), list(blocks.pieces(own))
-        if pieces:
-            torch._foreach_add_([rest[here] for here, _ in pieces], [flat_lost[there] for _, there in pieces])
-        # The mean may overwrite the values: they are not read any more.
-        decode(coded, blocks, codebook, values)
-        if values is not flat:
-            round_into(flat, values, rest, None)
-        return rest if loss_scale is None else rest.div_(loss_scale)
-
-    return decode_and_keep
-
-
-CODES = CodeKernels(encoded, averaged, decode_rounded, keeping(remainder, decode))
+CODES = CodeKernels(encoded, averaged, decode, partial(decode_and_keep, remainder=remainder, decode=decode))
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,6 @@ evenly spaced in memory, like those of a model's equal layers in a bucket, are o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 from torch.nn.functional import pad, threshold
@@ -18,11 +17,11 @@ from torch.nn.functional import pad, threshold
 from thinwire.kernels.backend import Kernels
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
+    Factors,
     MatmulBatch,
     MatrixGroup,
     Reconstruction,
     Rows,
-    Subtraction,
     Write,
 )
 from thinwire.tensors import accelerators
@@ -77,12 +76,11 @@ def _add_scaled(matrix: torch.Tensor, error: torch.Tensor | None, loss_scale: to
         matrix.add_(error if loss_scale is None else error * loss_scale)
 
 
-def subtract_own(items: Sequence[Subtraction]) -> None:
-    """Read and write every matrix once."""
-    for item in items:
-        lefts, rights = item.factors.sent
-        for k, rows, matrix, _ in _parts(item.group.matrices):
-            SUM[matrix.dim()](matrix, lefts[k, :, rows].mT, rights[k], alpha=-1, out=matrix)
+def subtract_own(group: MatrixGroup, factors: Factors) -> None:
+    """Subtract from every matrix what an iteration has sent of it; read and write every matrix once."""
+    lefts, rights = factors.sent
+    for k, rows, matrix, _ in _parts(group.matrices):
+        SUM[matrix.dim()](matrix, lefts[k, :, rows].mT, rights[k], alpha=-1, out=matrix)
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
@@ -224,15 +222,12 @@ def _one_or_nan(is_healthy: torch.Tensor) -> torch.Tensor:
     return torch.true_divide(is_healthy, is_healthy)
 
 
-Part: TypeAlias = tuple[int | slice, slice, torch.Tensor, torch.Tensor | None]
-
-
 def _parts(
     matrices: Sequence[torch.Tensor],
     errors: Sequence[torch.Tensor | None] | None = None,
     *,
     are_cut: bool = True,
-) -> Iterator[Part]:
+) -> Iterator[tuple[int | slice, slice, torch.Tensor, torch.Tensor | None]]:
     """Yield (which matrices, which of their rows, these rows, the same rows of their errors).
 
     On accelerators all matrices are one batch if memory allows it. On the CPU, rows are cut to fit in a
@@ -259,7 +254,6 @@ LOW_RANK = Kernels(
     frozenset({torch.float32, torch.float64}),
     products=products,
     projections=projections,
-    subtract_own=subtract_own,
     reconstruct=reconstruct,
     write=write,
     orthonormal_rows=orthonormal_rows,

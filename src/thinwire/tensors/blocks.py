@@ -52,14 +52,11 @@ class Blocks:
     @cached_property
     def are_whole(self) -> bool:
         """Whether all blocks have the same length."""
-        return self.are_divided_by(self.block)
-
-    def are_divided_by(self, number: int) -> bool:
-        """Return whether `number` divides the size of every tensor, and so the start of every block."""
-        return self._divisor % number == 0
+        return self.divisor % self.block == 0
 
     @cached_property
-    def _divisor(self) -> int:
+    def divisor(self) -> int:
+        """The largest number that divides the size of every tensor."""
         return math.gcd(*self.numels)
 
     @cached_property

@@ -13,9 +13,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from thinwire.errors import ConfigError
-
-MAX_BITS = 16
 GROUP = 8  # codes: the fewest that fill whole bytes for any number of bits
 MAX_TOGETHER = 7  # codes of up to this many bits are packed eight at a time, longer ones bit by bit
 
@@ -26,8 +23,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes into a stream of bits, lowest first: uint8, shape (…, `packed_bytes(count, bits)`)."""
-    _check_bits(bits)
+    """Pack codes of up to 16 bits, lowest first: uint8, shape (…, `packed_bytes(count, bits)`)."""
     count = codes.shape[-1]
     if bits == 8 or not codes.numel():
         shape = (*codes.shape[:-1], packed_bytes(count, bits))
@@ -50,12 +46,6 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Unpack codes: shape (…, count), uint8 up to 8 bits and int32 above."""
-    _check_bits(bits)
-    if packed.shape[-1] != packed_bytes(count, bits):
-        raise ConfigError(
-            f"got {packed.shape[-1]} bytes, expected {packed_bytes(count, bits)} for {count} codes of "
-            f"{bits} bits"
-        )
     dtype = torch.uint8 if bits <= 8 else torch.int32
     if bits == 8 or not packed.numel():
         return packed if bits == 8 else packed.new_empty((*packed.shape[:-1], count), dtype=dtype)
@@ -87,11 +77,6 @@ def merges(bits: int) -> list[tuple[int, int, int]]:
         lower = sum(((1 << used) - 1) << start for start in range(0, 64, 2 * width))
         steps.append((width - used, lower, lower << used))
     return steps
-
-
-def _check_bits(bits: int) -> None:
-    if not 1 <= bits <= MAX_BITS:
-        raise ConfigError(f"bits must be 1 to {MAX_BITS}, got {bits!r}")
 
 
 Statistic: TypeAlias = Literal["largest", "least squares", "mean magnitude"]

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
-from thinwire.plan import ParameterSpec
 from thinwire.tensors.accelerators import DeviceCopies
 from thinwire.tensors.coded import packed_bytes
 
 SCALE_DTYPE = torch.bfloat16  # fp32's range; the residual keeps its rounding error
 MAX_WORD_BITS = 16
-
-
-class ChunkRun(NamedTuple):
-    """Consecutive chunks of one parameter."""
-
-    parameter: int  # its index in the bucket
-    first: int  # the start of the first chunk in the bucket, in elements
-    num_chunks: int
 
 
 @dataclass(frozen=True)
@@ -34,32 +23,18 @@ class Chunks:
 
     length: int  # elements per chunk
     kept: int  # entries sent per chunk
-    runs: tuple[ChunkRun, ...]  # their positions
+    runs: tuple[tuple[int, int], ...]  # of consecutive ones: the first one's start, and how many
 
     @property
     def count(self) -> int:
         """Number of chunks."""
-        return sum(run.num_chunks for run in self.runs)
+        return sum(count for _, count in self.runs)
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the chunks as rows, (count, length): a view if they are contiguous, else a copy."""
-        parts = [flat[run.first : run.first + run.num_chunks * self.length] for run in self.runs]
+        parts = [flat[first : first + count * self.length] for first, count in self.runs]
         together = parts[0] if len(parts) == 1 else torch.cat(parts)
         return together.view(self.count, self.length)
-
-
-def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tuple[Chunks, ...]:
-    """Cut each parameter into chunks, the last of which may be shorter; return them by length, in order."""
-    runs: dict[int, list[ChunkRun]] = defaultdict(list)
-    first = 0
-    for parameter, spec in enumerate(specs):
-        count, shorter = divmod(spec.numel, length)
-        if count:
-            runs[length].append(ChunkRun(parameter, first, count))
-        if shorter:
-            runs[shorter].append(ChunkRun(parameter, first + count * length, 1))
-        first += spec.numel
-    return tuple(Chunks(size, max(1, round(density * size)), tuple(some)) for size, some in runs.items())
 
 
 @dataclass(frozen=True)
@@ -68,17 +43,29 @@ class EntryLayout:
 
     It has three streams of bits: marks, with one set bit per entry, which encode the high bits of positions;
     words, with the low bits of each entry's position and its code; and scales.
-
-    Attributes:
-        parts: The chunks, by length.
-        density: Share of their entries that is sent.
-        bits: Bits of an entry's value. With fewer than 16 they are codes, and each chunk has two scales; with
-            16 the values themselves are sent in place of scales.
     """
 
-    parts: tuple[Chunks, ...]
-    density: float
+    numels: tuple[int, ...]  # the elements of each parameter
+    length: int  # elements of a chunk; the last one of a parameter may be shorter
+    density: float  # share of a chunk's entries that is sent
+    # Bits of an entry's value. With fewer than 16 they are codes, and each chunk has two scales; with 16 the
+    # values themselves are sent in place of scales.
     bits: int
+
+    @cached_property
+    def parts(self) -> tuple[Chunks, ...]:
+        """The chunks by length, in order."""
+        runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        first = 0
+        for numel in self.numels:
+            count, shorter = divmod(numel, self.length)
+            if count:
+                runs[self.length].append((first, count))
+            if shorter:
+                runs[shorter].append((first + count * self.length, 1))
+            first += numel
+        kept = {size: max(1, round(self.density * size)) for size in runs}
+        return tuple(Chunks(size, kept[size], tuple(some)) for size, some in runs.items())
 
     @property
     def code_bits(self) -> int:
@@ -128,19 +115,15 @@ class EntryLayout:
         total = sum(self.stream_bytes)
         return total + total % 2
 
-    def shares(self, num_parameters: int, num_members: int) -> list[tuple[int, int]]:
+    def shares(self, num_members: int) -> list[tuple[int, int]]:
         """Return for each parameter its entries, and its bytes, counted as for an all-reduce."""
-        entries, bits = [0] * num_parameters, [0] * num_parameters
-        for chunks in self.parts:
-            word_bits = chunks.kept * (self.low_bits + self.bits)
-            chunk_bits = word_bits + self._marks_of(chunks) + 32 * bool(self.code_bits)
-            for run in chunks.runs:
-                entries[run.parameter] += run.num_chunks * chunks.kept
-                bits[run.parameter] += run.num_chunks * chunk_bits
+        alone = [replace(self, numels=(numel,)) for numel in self.numels]
+        word_bits, scale_bits = self.low_bits + self.bits, 32 * bool(self.code_bits)
+        bits = [one.num_entries * word_bits + one.num_marks + one.num_chunks * scale_bits for one in alone]
         # Streams cover the whole bucket, so shares are rounded: at their ends, so that they add up.
         ends = [end * num_members // 16 for end in accumulate(bits, initial=0)]
         ends[-1] = self.num_bytes * num_members // 2
-        return [(count, ends[i + 1] - ends[i]) for i, count in enumerate(entries)]
+        return [(one.num_entries, ends[i + 1] - ends[i]) for i, one in enumerate(alone)]
 
     @cached_property
     def table(self) -> DeviceCopies:
@@ -151,8 +134,8 @@ class EntryLayout:
         """
         columns, marks, entries = [], 0, 0
         for chunks in self.parts:
-            for run in chunks.runs:
-                for start in range(run.first, run.first + run.num_chunks * chunks.length, chunks.length):
+            for first, count in chunks.runs:
+                for start in range(first, first + count * chunks.length, chunks.length):
                     columns.append((start, marks - entries, chunks.kept, chunks.length, entries))
                     marks += self._marks_of(chunks)
                     entries += chunks.kept
@@ -163,5 +146,5 @@ class EntryLayout:
     def is_aligned(self) -> bool:
         """Whether all chunks start and end at a multiple of 8 elements."""
         parts_end = [chunks.length for chunks in self.parts]
-        parts_end += [run.first for chunks in self.parts for run in chunks.runs]
+        parts_end += [first for chunks in self.parts for first, _ in chunks.runs]
         return all(number % 8 == 0 for number in parts_end)

@@ -89,25 +89,23 @@ class BucketMatrices:
     errors: Sequence[torch.Tensor | None]  # the residuals, flat
     written: Sequence[Sequence[torch.Tensor] | None]  # residuals by group, if all can be written in place
     wide: torch.dtype | None  # gradients are copied to it if the kernels don't take their dtype
+    loss_scale: torch.Tensor | None = None  # this step's
 
-    def products(
-        self, Q: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool
-    ) -> Round[list[torch.Tensor]]:
+    def products(self, Q: Sequence[torch.Tensor], role: str, *, add_error: bool) -> Round[list[torch.Tensor]]:
         """Multiply: M Q. All factors are stored transposed, so this is (M Q)ᵀ, (matrices, r, rows)."""
-        return self._multiply(self.kernels.products, 0, Q, scale, role, add_error)
+        return self._multiply(self.kernels.products, 0, Q, role, add_error)
 
     def projections(
-        self, P: Sequence[torch.Tensor], scale: torch.Tensor | None, role: str, *, add_error: bool = False
+        self, P: Sequence[torch.Tensor], role: str, *, add_error: bool = False
     ) -> Round[list[torch.Tensor]]:
         """Multiply: Mᵀ P. Stored transposed: (matrices, r, columns)."""
-        return self._multiply(self.kernels.projections, 1, P, scale, role, add_error)
+        return self._multiply(self.kernels.projections, 1, P, role, add_error)
 
     def _multiply(
         self,
         kernel: Callable[[list[MatmulBatch]], list[torch.Tensor]],
         side: int,
         factors: Sequence[torch.Tensor],
-        scale: torch.Tensor | None,
         role: str,
         add_error: bool,
     ) -> Round[list[torch.Tensor]]:
@@ -115,7 +113,7 @@ class BucketMatrices:
         for group, factor in zip(self.groups, factors, strict=True):
             shape = *factor.shape[:2], group.matrices[0].shape[side]
             out = self.workspace.buffer((role, group.labels[0]), shape, factor)
-            items.append(MatmulBatch(group, factor, scale, add_error, out))
+            items.append(MatmulBatch(group, factor, self.loss_scale, add_error, out))
         results: list[torch.Tensor] = yield Jointly(kernel, items, self.device)
         return results
 
@@ -162,13 +160,8 @@ def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.T
 
 def bases_ahead(
     memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
-) -> Round[list[torch.Tensor] | None]:
-    """Make the next step's starting bases; on accelerators for all buckets together, to save launches.
-
-    None on the CPU: there each bucket makes its own when it starts, while messages of others are in flight.
-    """
-    if not M.workspace.warm_start or not accelerators.is_accelerator(M.device):
-        return None
+) -> Round[list[torch.Tensor]]:
+    """Make the next step's starting bases, for all buckets together, to save launches."""
     # A zero row stays zero in every product, and its direction would be lost for good. It became zero when a
     # gradient's matrix rank was too low, or never had values. So zero rows are replaced.
     drawn = [_drawn_rows(memory.step, M, (f.shape[1], f.shape[2]), f) for f in factors]
@@ -213,7 +206,7 @@ class FactorMessages:
     def __init__(
         self, dtype: torch.dtype, workspace: Workspace, uncompressed: Sequence[torch.Tensor]
     ) -> None:
-        self._dtype, self._workspace, self._beside = dtype, workspace, uncompressed
+        self.dtype, self.workspace, self._beside = dtype, workspace, uncompressed
         self.received: list[torch.Tensor] = []  # the means of all messages, which must be finite
         self.uncompressed: Sequence[torch.Tensor] = ()  # the means of the flat gradients
 
@@ -226,8 +219,11 @@ class FactorMessages:
         they were sent, so that the residual keeps the rounding error.
         """
         like, beside = factors[0], [] if self.received else self._beside
-        item = MessageParts(factors, beside, self._dtype, self._workspace, len(self.received))
-        (message,) = yield Jointly(all_packed, [item], (like.device, like.dtype, self._dtype))
+        sent = factors if self.dtype != torch.float16 else list(map(clamped, factors))
+        if beside and accelerators.is_accelerator(like.device):
+            beside = widened(beside, like.dtype)  # torch concatenates mixed dtypes one by one
+        kind = like.device, like.dtype, self.dtype
+        (message,) = yield Jointly(all_packed, [(self, [*sent, *beside])], kind)
         own = factors
         if as_sent and message.dtype != like.dtype:
             # Read before the message is sent: the mean may overwrite it.
@@ -240,33 +236,14 @@ class FactorMessages:
         return own, unpacked(mean, factors)
 
 
-@dataclass(eq=False)
-class MessageParts:
-    """Factors to be sent as one message, followed by flat gradients."""
-
-    factors: Sequence[torch.Tensor]
-    uncompressed: Sequence[torch.Tensor]
-    dtype: torch.dtype  # the message's
-    workspace: Workspace
-    number: int  # of the message in its step
-
-
-def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
+def all_packed(items: Sequence[tuple[FactorMessages, Sequence[torch.Tensor]]]) -> Sequence[torch.Tensor]:
     """Return the messages of all buckets as views of one tensor, which is sent without another copy."""
-    first = items[0]
-    like, dtype = first.factors[0], first.dtype
-    parts, sizes = list[torch.Tensor](), list[int]()
-    for item in items:
-        factors, uncompressed = item.factors, item.uncompressed
-        if dtype == torch.float16:
-            factors = [clamped(factor) for factor in factors]
-        if uncompressed and accelerators.is_accelerator(like.device):
-            uncompressed = widened(uncompressed, like.dtype)  # torch concatenates mixed dtypes one by one
-        of_item = list(map(torch.flatten, (*factors, *uncompressed)))
-        sizes.append(sum(map(torch.numel, of_item)))
-        parts += of_item
-    out = first.workspace.buffer(("message", first.number, like.shape), (sum(sizes),), like)
-    return torch.cat(parts, out=out).to(dtype).split_with_sizes(sizes)
+    messages, (like, *_) = items[0]
+    parts = [tensor.flatten() for _, tensors in items for tensor in tensors]
+    sizes = [sum(map(torch.numel, tensors)) for _, tensors in items]
+    role = "message", len(messages.received), like.shape
+    out = messages.workspace.buffer(role, (sum(sizes),), like)
+    return torch.cat(parts, out=out).to(messages.dtype).split_with_sizes(sizes)
 
 
 def clamped(factor: torch.Tensor) -> torch.Tensor:

@@ -28,12 +28,12 @@ from thinwire.kernels.matrices import (
     Factors,
     MatrixGroup,
     Reconstruction,
-    Subtraction,
     Terms,
     Write,
     round_all_into,
     widened,
 )
+from thinwire.kernels.torch_kernels import subtract_own
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
 
@@ -51,11 +51,6 @@ class PowerSGDPlan(LowRankPlan):
     def workspace(self) -> Workspace:
         """The tensors that steps share."""
         return Workspace(self.config.seed, warm_start=self.config.warm_start)
-
-    @cached_property
-    def message_dtype(self) -> torch.dtype:
-        """The dtype of messages."""
-        return self.config.message_dtype(self.specs[0].dtype)
 
     @cached_property
     def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
@@ -89,12 +84,12 @@ class PowerSGDPlan(LowRankPlan):
         More `power_iterations` repeat 2 to 6 with Q ← basis of Q̄. If `alternating`, a step has one round
         instead of two: Q ← Mᵀ P̂ with the P̂ in memory, and in the next step P ← M Q̂.
         """
-        scale, gradients = bucket.loss_scale, bucket.flat.split_with_sizes(self.sizes)
-        names, whole = self.uncompressed.keys(), [gradients[index] for index in self.uncompressed.values()]
-        M = self._bind(bucket.flat, gradients, memory)  # 1
+        names = self.uncompressed.keys()
+        whole = [bucket.gradients[index] for index in self.uncompressed.values()]
+        M = self._bind(bucket, memory)  # 1
         try:
             has_residual = not memory[ERROR].keys().isdisjoint(names)
-            dtype = self.message_dtype
+            dtype = self.config.message_dtype(self.specs[0].dtype)
             sent = with_residual(bucket, memory, [*names], whole, dtype) if has_residual else None
             messages = FactorMessages(dtype, self.workspace, whole if sent is None else sent.parts)
 
@@ -104,24 +99,26 @@ class PowerSGDPlan(LowRankPlan):
             side = 0 if self.alternating and turn % 2 == 0 else 1
             start = starting_bases(memory, M, side)
             if self.alternating:
-                terms = yield from self._alternating_rounds(M, start, turn, messages, scale)
+                terms = yield from self._alternating_rounds(M, start, turn, messages)
             else:
-                terms = yield from self._two_rounds(M, start, messages, scale)  # 2 to 6
-            new = yield from self._new_state(memory, M, terms, scale)
+                terms = yield from self._two_rounds(M, start, messages)  # 2 to 6
+            new = yield from self._new_state(memory, M, terms)
 
             # Only the host can undo dropping a residual: the engine then copies memory and restores it.
             drops = has_residual or not memory[SENT].keys().isdisjoint(names)
             is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
 
-            yield from self._reconstruct(bucket, gradients, memory, M, terms, is_healthy)  # 7
+            yield from self._reconstruct(bucket, memory, M, terms, is_healthy)  # 7
         finally:
             for group in M.groups:
                 group.matrices = ()  # they would keep an unused bucket alive
         means = messages.uncompressed  # the last one says whether any residual remains, if some may not fit
-        writes = list(zip(whole, means, [False] * len(whole), strict=False))
-        # After the reconstruction, which reads the basis that the step started from.
-        writes += self._places(memory, M, new, start, is_healthy)
-        yield from _write(M, writes, is_healthy)
+        writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=False)]
+        # After the reconstruction, which reads the basis that the step started from. For all buckets
+        # together: on an accelerator one launch writes the new state of all.
+        writes += self._writes(memory, M, new, start, is_healthy)
+        if writes:
+            yield Jointly(M.kernels.write, writes, M.device)
         if sent is not None:
             keep_remainder(memory, names, sent, means)
         # All of it was sent: what an earlier step has sent no longer shows how much was not.
@@ -129,20 +126,16 @@ class PowerSGDPlan(LowRankPlan):
             memory[SENT].pop(name, None)
 
     def _two_rounds(
-        self,
-        M: BucketMatrices,
-        Q: list[torch.Tensor],
-        messages: FactorMessages,
-        scale: torch.Tensor | None,
+        self, M: BucketMatrices, Q: list[torch.Tensor], messages: FactorMessages
     ) -> Round[list[Terms]]:
         """Find the factors of the mean. Cost: in each iteration, two reads of M."""
         for iteration in range(1, self.config.power_iterations + 1):
             is_last = iteration == self.config.power_iterations
             # Add the residual only once: in later iterations the matrices already contain it.
-            P = yield from M.products(Q, scale, "P", add_error=iteration == 1)  # P ← M Q
+            P = yield from M.products(Q, "P", add_error=iteration == 1)  # P ← M Q
             _, P = yield from messages.average(P, as_sent=False)  # P ← mean of P
             P = yield from M.orthonormal(P, "basis of P")  # P̂
-            Q = yield from M.projections(P, scale, "Q")  # Q ← Mᵀ P̂
+            Q = yield from M.projections(P, "Q")  # Q ← Mᵀ P̂
             Q, mean_Q = yield from messages.average(Q, as_sent=is_last)  # Q̄
             if not is_last:
                 Q = yield from M.orthonormal(mean_Q, "basis of Q")
@@ -150,46 +143,44 @@ class PowerSGDPlan(LowRankPlan):
         return [[Factors((p, q), (p, mean))] for p, q, mean in zip(P, Q, mean_Q, strict=True)]
 
     def _alternating_rounds(
-        self,
-        M: BucketMatrices,
-        bases: list[torch.Tensor],
-        turn: int,
-        messages: FactorMessages,
-        scale: torch.Tensor | None,
+        self, M: BucketMatrices, bases: list[torch.Tensor], turn: int, messages: FactorMessages
     ) -> Round[list[Terms]]:
         """Find factors of the mean, one side in each iteration, and subtract what was sent from M."""
         terms: list[list[Factors]] = [[] for _ in M.groups]
         for iteration in range(self.config.power_iterations):
             is_first, is_last = iteration == 0, iteration + 1 == self.config.power_iterations
             if (turn + iteration) % 2 == 0:
-                Q = yield from M.projections(bases, scale, f"Q {iteration}", add_error=is_first)  # Mᵀ P̂
+                Q = yield from M.projections(bases, f"Q {iteration}", add_error=is_first)  # Mᵀ P̂
                 Q, means = yield from messages.average(Q, as_sent=True)
                 found = [Factors((p, q), (p, q_mean)) for p, q, q_mean in zip(bases, Q, means, strict=True)]
             else:
-                P = yield from M.products(bases, scale, f"P {iteration}", add_error=is_first)  # M Q̂
+                P = yield from M.products(bases, f"P {iteration}", add_error=is_first)  # M Q̂
                 P, means = yield from messages.average(P, as_sent=True)
                 found = [
                     Factors((p, q), (p_mean, q), projection=0)
                     for p, q, p_mean in zip(P, bases, means, strict=True)
                 ]
-            for of_group, latest in zip(terms, found, strict=True):
+            for group, of_group, latest in zip(M.groups, terms, found, strict=True):
                 of_group.append(latest)
-            # After the last iteration, `reconstruct` subtracts and writes the residual in one pass.
+                # After the last iteration, `reconstruct` subtracts and writes the residual in one pass.
+                if not is_last:
+                    subtract_own(group, latest)
             if not is_last:
-                M.kernels.subtract_own(list(map(Subtraction, M.groups, found)))
                 bases = yield from M.orthonormal(means, f"basis {iteration}")
         return list[Terms](terms)
 
-    def _bind(self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], memory: Memory) -> BucketMatrices:
+    def _bind(self, bucket: Bucket, memory: Memory) -> BucketMatrices:
         """Return gradients and residuals as matrices, bound again only if something has moved."""
         errors = list(map(memory[ERROR].get, self._compressed_names))
+        flat = bucket.flat
         key = flat.data_ptr(), flat.dtype, choice()
         M = self.workspace.M
         if M is None or M.key != key or not all(map(is_, errors, M.errors)):
             M = self._new_binding(flat, key, errors)
+        M.loss_scale = bucket.loss_scale
         self.workspace.M = M if M.wide is None else None  # copies have new addresses in each step
         for group, ((shape, _), indices) in zip(M.groups, self.shape_groups.items(), strict=True):
-            matrices = list(map(gradients.__getitem__, indices))
+            matrices = [bucket.gradients[index] for index in indices]
             if M.wide is not None:
                 matrices = widened(matrices, M.wide)
             group.matrices = [matrix.view(shape) for matrix in matrices]
@@ -220,7 +211,6 @@ class PowerSGDPlan(LowRankPlan):
     def _reconstruct(
         self,
         bucket: Bucket,
-        gradients: Sequence[torch.Tensor],
         memory: Memory,
         M: BucketMatrices,
         terms: Sequence[Terms],
@@ -242,52 +232,47 @@ class PowerSGDPlan(LowRankPlan):
             return
         # The rounding errors of wide copies are added to the residual too.
         copied = [
-            (gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
+            (bucket.gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
             for item, indices in zip(items, self.shape_groups.values(), strict=True)
             for index, name, matrix in zip(indices, item.group.labels, item.group.matrices, strict=True)
         ]
         round_all_into(copied, bucket.loss_scale, is_healthy)
 
-    def _new_state(
-        self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms], scale: torch.Tensor | None
-    ) -> Round[NewState]:
+    def _new_state(self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms]) -> Round[NewState]:
         """Return the state to keep after the commit, in units of the unscaled loss."""
         # Factors of the last iteration only: the next step starts from them. What was sent of all iterations:
         # the diagnosis compares all that was sent with what was not.
         factors, sent = list[torch.Tensor](), list[torch.Tensor]()
-        for first, *later in terms:
-            last = later[-1] if later else first
-            factors.append(last.mean[last.projection])
-            parts = first.sent[first.projection].flatten(1)
-            if later:
-                parts = torch.cat([parts, *(term.sent[term.projection].flatten(1) for term in later)], dim=1)
-            sent.append(parts)
-        if scale is not None:
+        for of_group in terms:
+            factors.append(of_group[-1].mean[of_group[-1].projection])
+            parts = [term.sent[term.projection].flatten(1) for term in of_group]
+            sent.append(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
+        if (scale := M.loss_scale) is not None:
             divided = yield Jointly(all_divided, [(tensor, scale) for tensor in factors + sent], id(scale))
             factors, sent = divided[: len(factors)], divided[len(factors) :]
         new: NewState = {}
         if self.config.warm_start:
             new[FACTOR] = factors
-            bases = yield from bases_ahead(memory, M, factors)
-            if bases is not None:
-                new[BASIS] = bases
+            # On the CPU each bucket makes its own when it starts, while messages of others are in flight.
+            if accelerators.is_accelerator(M.device):
+                new[BASIS] = yield from bases_ahead(memory, M, factors)
         if self.config.error_feedback:
             new[SENT] = sent
         return new
 
-    def _places(
+    def _writes(
         self,
         memory: Memory,
         M: BucketMatrices,
         new: NewState,
         start: Sequence[torch.Tensor],
         is_healthy: torch.Tensor | None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-        """Return (target in memory, new value, `stays`) for each tensor of the new state.
+    ) -> list[Write]:
+        """Return the writes of the new state to memory.
 
         In a step that is not healthy, memory also keeps the bases that the step started from.
         """
-        places = []
+        writes = []
         for slot, batches in new.items():
             for group, batch, basis in zip(M.groups, batches, start, strict=True):
                 place = self.workspace.find_batch(memory, slot, group.labels, batch.shape)
@@ -296,20 +281,8 @@ class PowerSGDPlan(LowRankPlan):
                     if is_healthy is not None:  # if None, the host has already found the step healthy
                         before = basis.unbind() if slot is BASIS else [*map(memory[slot].get, group.labels)]
                     place = self.workspace.place_batch(memory, slot, group.labels, batch, before)
-                places.append((place, batch, True))
-        return places
-
-
-def _write(
-    M: BucketMatrices,
-    writes: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
-    is_healthy: torch.Tensor | None,
-) -> Round[None]:
-    if accelerators.is_accelerator(M.device):
-        # For all buckets together: one launch writes the new state of all.
-        yield Jointly(M.kernels.write, [Write(*write, is_healthy) for write in writes], M.device)
-    elif writes:
-        torch._foreach_copy_([target for target, _, _ in writes], [source for _, source, _ in writes])
+                writes.append(Write(place, batch, True, is_healthy))
+        return writes
 
 
 def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:

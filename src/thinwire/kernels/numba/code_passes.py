@@ -14,16 +14,11 @@ from numpy.typing import NDArray
 
 from thinwire.kernels.numba.code_vectors import (
     WIDE,
-    add_magnitudes,
     add_products,
     add_rounded,
-    add_squares,
-    bits_of,
     fitting,
-    float_of,
     inside,
     larger,
-    larger_wide,
     largest,
     load_half,
     magnitudes,
@@ -61,47 +56,34 @@ SMALLEST = 0x0080  # the reciprocal of a smaller number is not finite
 
 
 class Layout(NamedTuple):
-    """How blocks are coded.
+    """How blocks are coded."""
 
-    Attributes:
-        block: Elements per block.
-        bits: Bits per code.
-        last: The highest level.
-        reach: As in `Codebook`.
-        share: Blocks per row of a message: first their scales, then their codes.
-    """
-
-    block: int
-    bits: int
-    last: float
-    reach: tuple[float, float]
-    share: int
+    block: int  # elements per block
+    bits: int  # per code
+    last: float  # the highest level
+    reach: tuple[float, float]  # as in `Codebook`
+    share: int  # blocks per row of a message: first their scales, then their codes
 
 
 @inlined
-def _runs(numels: Counts, layout: Layout) -> Counts:
+def _runs(numels: Counts, layout: Layout) -> list[tuple[int, int, int, int]]:
     """Return runs of blocks that are contiguous both in the numbers and in a row of a message.
 
     For each run: its first number, its count of numbers, and its first block's row and index in the row.
     """
     # Not a generator: Numba never frees a generator's arguments, so each call would leak an array.
-    blocks = 0
+    runs = []
+    first, row, place = 0, 0, 0
     for numel in numels:
-        blocks += -(-numel // layout.block)
-    runs = np.empty((len(numels) + blocks // max(1, layout.share), 4), np.int64)
-    count, first, row, place = 0, 0, 0, 0
-    for numel in numels:
-        start = 0
-        while start < numel:
-            length = min((layout.share - place) * layout.block, numel - start)
-            runs[count, 0], runs[count, 1], runs[count, 2], runs[count, 3] = first + start, length, row, place
-            count += 1
-            start += length
+        end = first + numel
+        while first < end:
+            length = min((layout.share - place) * layout.block, end - first)
+            runs.append((first, length, row, place))
+            first += length
             place += -(-length // layout.block)
             if place == layout.share:
                 row, place = row + 1, 0
-        first += numel
-    return runs[:count]
+    return runs
 
 
 @inlined
@@ -113,8 +95,7 @@ def _codes_at(scales: int, place: int, layout: Layout) -> int:
 @compiled
 def encode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
     """Write codes and scales of all blocks."""
-    for run in _runs(numels, layout):
-        first, length, row, place = run[0], run[1], run[2], run[3]
+    for first, length, row, place in _runs(numels, layout):
         scales = message + row * row_bytes + SCALE_BYTES * place
         _encode(flat + FLOAT_BYTES * first, length, _codes_at(scales, place, layout), scales, layout)
 
@@ -134,8 +115,7 @@ def average(
     """Write codes and scales of the mean of what members have sent of the blocks of one row, number `own`."""
     block, factors = layout.block, np.empty(members, np.float32)
     together = max(1, TOGETHER // block) * block
-    for run in _runs(numels, layout):
-        length, row, place = run[1], run[2], run[3]
+    for _, length, row, place in _runs(numels, layout):
         if row == own:
             for start in range(0, length, together):
                 here = place + start // block
@@ -186,8 +166,7 @@ def _add_up(
 @compiled
 def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
     """Decode all blocks."""
-    for run in _runs(numels, layout):
-        first, length, row, place = run[0], run[1], run[2], run[3]
+    for first, length, row, place in _runs(numels, layout):
         scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
         _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, False)
 
@@ -195,8 +174,7 @@ def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layo
 @compiled
 def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts, layout: Layout) -> None:
     """Write numbers minus what all blocks have sent of them."""
-    for run in _runs(numels, layout):
-        first, length, row, place = run[0], run[1], run[2], run[3]
+    for first, length, row, place in _runs(numels, layout):
         scales, at = message + row * row_bytes + SCALE_BYTES * place, FLOAT_BYTES * first
         _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, True)
 
@@ -215,7 +193,7 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
             store_half(at, _scale(numbers + FLOAT_BYTES * start, min(block, end - start), layout))
             at += SCALE_BYTES
         for start in range(begin, end, block):
-            number = float_of(load_half(scales) << 16)
+            number = _widened(load_half(scales))
             factor = np.float32(1) / number if number > 0 else np.float32(0)
             filled, here = min(block, end - start), numbers + FLOAT_BYTES * start
             wide, products, squares = filled - filled % WIDE, splat(np.float32(0)), splat(np.float32(0))
@@ -275,10 +253,11 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
     wide = length - length % WIDE
     most_of, sums = splat(np.float32(0)), splat(np.float32(0))
     for first in range(0, wide, WIDE):
-        at = numbers + FLOAT_BYTES * first
-        most_of = larger_wide(most_of, at)
+        tile = load_tile(numbers + FLOAT_BYTES * first)
+        most_of = larger(most_of, tile)
         if bits < 4:
-            sums = add_magnitudes(sums, at) if bits == 1 else add_squares(sums, at)
+            sizes = magnitudes(tile)
+            sums = add_products(sums, sizes, spread(splat(one)) if bits == 1 else sizes)
     for first in range(wide, length, WIDTH):
         part = load(numbers + FLOAT_BYTES * first, first_lanes(min(WIDTH, length - first)))
         most_of = larger(most_of, part)
@@ -308,7 +287,7 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
 @inlined
 def _rounded(number: float, upwards: bool) -> int:
     """Return the bf16 bits of a nonnegative number."""
-    bits = bits_of(number)
+    bits = np.int64(np.float32(number).view(np.int32))
     if bits >= INFINITE << 16:
         return INFINITE if bits == INFINITE << 16 else NOT_A_NUMBER
     # Half to even, as torch rounds; upwards if a block's largest must not be clipped.
@@ -320,5 +299,10 @@ def _rounded(number: float, upwards: bool) -> int:
 def _number(scale: int) -> float:
     """Return the scale with some bf16 bits; NaN if it is not finite."""
     # Otherwise an infinite scale might become the largest number of the gradient's dtype.
-    number: float = float_of((NOT_A_NUMBER if scale >= INFINITE else np.int64(scale)) << 16)
+    return _widened(NOT_A_NUMBER if scale >= INFINITE else np.int64(scale))
+
+
+@inlined
+def _widened(scale: int) -> float:
+    number: float = np.int32(scale << 16).view(np.float32)
     return number

@@ -48,18 +48,6 @@ def _like(numbers: Any, element: Any) -> Any:
     return ir.VectorType(element, numbers.type.count)
 
 
-@operation(types.int64(types.float32))
-def bits_of(builder: Any, number: Any) -> Any:
-    """Emit the bits of a number."""
-    return builder.zext(builder.bitcast(number, INT32), INT64)
-
-
-@operation(types.float32(types.int64))
-def float_of(builder: Any, bits: Any) -> Any:
-    """Emit the number with some bits."""
-    return builder.bitcast(builder.trunc(bits, INT32), FLOAT)
-
-
 @operation(types.int64(types.int64))
 def load_half(builder: Any, address: Any) -> Any:
     """Emit the load of the sixteen bits at an address."""
@@ -78,14 +66,16 @@ def magnitudes(builder: Any, numbers: Any) -> Any:
     return builder.bitcast(_without_sign(builder, numbers), numbers.type)
 
 
-@operation(vector(vector, vector))
+@operation(vector(vector, vector), of_tiles=vector(vector, tile))
 def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
     """Emit the larger of magnitudes, element by element; NaN is larger than all."""
     # Compare the bits as integers: without signs, a larger number has larger bits, and NaN the largest. A
     # comparison of floats would ignore NaN.
-    bits = builder.bitcast(so_far, WORDS)
-    largest_bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
-    return builder.bitcast(largest_bits, NUMBERS)
+    bits, words = builder.bitcast(so_far, WORDS), _without_sign(builder, numbers)
+    for start in range(0, words.type.count, WIDTH):
+        part = shuffled(builder, words, words, range(start, start + WIDTH))
+        bits = call(builder, "smax.v16i32", WORDS, bits, part)
+    return builder.bitcast(bits, NUMBERS)
 
 
 @operation(types.float32(vector))
@@ -98,37 +88,6 @@ def largest(builder: Any, numbers: Any) -> Any:
 def _without_sign(builder: Any, numbers: Any) -> Any:
     words = _like(numbers, INT32)
     return builder.and_(builder.bitcast(numbers, words), _all(words, WITHOUT_SIGN))
-
-
-def _quarters(builder: Any, address: Any) -> list[Any]:
-    """Emit the load of sixty-four numbers, as four vectors."""
-    starts = [builder.add(address, INT64(64 * place)) for place in range(WIDE // WIDTH)]
-    return [builder.load(at(builder, start, NUMBERS), align=4) for start in starts]
-
-
-@operation(vector(vector, types.int64))
-def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
-    """Emit the larger of magnitudes, element by element, of those so far and of sixty-four numbers."""
-    bits = builder.bitcast(so_far, WORDS)
-    for quarter in _quarters(builder, address):
-        bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
-    return builder.bitcast(bits, NUMBERS)
-
-
-@operation(vector(vector, types.int64))
-def add_squares(builder: Any, sums: Any, address: Any) -> Any:
-    """Emit sums, each plus the squares of four numbers."""
-    for part in _quarters(builder, address):
-        sums = builder.fadd(sums, builder.fmul(part, part, flags=("contract",)), flags=("contract",))
-    return sums
-
-
-@operation(vector(vector, types.int64))
-def add_magnitudes(builder: Any, sums: Any, address: Any) -> Any:
-    """Emit sums, each plus the magnitudes of four numbers, in any order."""
-    for part in _quarters(builder, address):
-        sums = builder.fadd(sums, builder.bitcast(_without_sign(builder, part), NUMBERS))
-    return sums
 
 
 @operation(tile(tile, tile))

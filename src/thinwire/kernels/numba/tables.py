@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -178,6 +179,8 @@ TABLES = Tables(
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
-    CodeKernels(encoded, averaged, decode, torch_codes.keeping(remainder, decode)),
+    CodeKernels(
+        encoded, averaged, decode, partial(torch_codes.decode_and_keep, remainder=remainder, decode=decode)
+    ),
     ENTRIES,
 )

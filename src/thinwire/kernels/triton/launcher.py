@@ -23,16 +23,16 @@ def launch(
     programs: int,
     arguments: Sequence[torch.Tensor | int | None],
     constants: Mapping[str, object],
-    device: torch.device,
-    touched: Sequence[torch.Tensor],
 ) -> None:
-    """Launch a kernel on the current stream of a device; `touched` has all tensors it reads or writes."""
+    """Launch a kernel on the current stream of the device of its first argument, a tensor."""
+    first = arguments[0]
+    assert isinstance(first, torch.Tensor)
     # If all parameters are empty: CUDA refuses an empty grid.
     if programs == 0:
         return
     # Triton launches on the current device, which may not be that of the tensors. Its interpreter has none.
     # The device's current stream is the caller's, so the kernel runs after those that made its inputs.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
         _function(kernel)[(programs,)](*arguments, **constants)
 
 
@@ -45,7 +45,7 @@ def check() -> None:
     """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
     number = torch.zeros(1, dtype=torch.float32, device="cuda")
     # With the usual options: without them some versions of Triton warn, and warnings may be errors.
-    launch("compiled_codes.probe", 1, [number], FUSED, number.device, [number])
+    launch("compiled_codes.probe", 1, [number], FUSED)
 
 
 @cache
@@ -66,7 +66,6 @@ class LaunchTable(NamedTuple):
 
     rows: torch.Tensor  # per tensor or matrix, int64: addresses, and sizes, which kernels multiply
     tiles: torch.Tensor  # each program's row, and its tile of that, int32, (programs, 2)
-    programs: int
 
 
 TableRows: TypeAlias = tuple[Sequence[tuple[int, ...]], Sequence[int]]
@@ -96,7 +95,6 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
     table = LaunchTable(
         to_device_async(device, torch.tensor(rows, dtype=torch.int64, device="cpu")),
         to_device_async(device, _tiles(counts)),
-        sum(counts),
     )
     # Don't cache a tensor subclass, such as a fake tensor: it is useless after its mode has ended.
     if type(table.rows) is torch.Tensor:

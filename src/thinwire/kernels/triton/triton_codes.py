@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
@@ -49,8 +47,6 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
             blocks.total,
         ],
         constants(codebook, blocks, **statistic(codebook)),
-        flat.device,
-        [flat, coded.message],
     )
     return coded
 
@@ -76,8 +72,6 @@ def averaged(item: MeanArgs) -> Coded:
             len(message),
         ],
         constants(codebook, blocks, **statistic(codebook)),
-        device,
-        [message, coded.message, *([] if lost is None else [lost])],
     )
     return coded
 
@@ -97,8 +91,6 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
             blocks.total,
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
-        flat.device,
-        [coded.message, flat],
     )
 
 
@@ -127,8 +119,6 @@ def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
             blocks.num_members,
         ],
         constants(codebook, blocks, LIMIT=_limit(flat)),
-        flat.device,
-        [coded.message, sent.message, values, lost, flat, rest],
     )
     return rest
 
@@ -171,19 +161,14 @@ def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
 
 def constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, object]:
     """Return the compile-time arguments of a kernel, and options."""
-    of_codebook = {"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits}
-    return {**of_codebook, **_of_tiles(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
-
-
-# Cached: every bucket needs them three times a step.
-@lru_cache(maxsize=64)
-def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
-    width = padded(block)
-    beside = min(BESIDE if bits <= 4 else BESIDE_OF_LONG, width)
+    width = padded(blocks.block)
+    beside = min(BESIDE if codebook.bits <= 4 else BESIDE_OF_LONG, width)
     return {
+        **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits},
         **{"OUTER": width // beside, "ROWS": max(1, ELEMENTS // width), "INNER": beside // COLUMN},
-        **{"BLOCK": block, "ALIGNED": is_aligned},
+        **{"BLOCK": blocks.block, "ALIGNED": blocks.divisor % COLUMN == 0},
         **OPTIONS,
+        **more,
     }
 
 

@@ -43,8 +43,6 @@ def encode(query: TopKQuery) -> torch.Tensor:
         layout.num_chunks,
         [flat, query.error, query.loss_scale, table, positions, values, layout.num_chunks],
         _of_chunks(query),
-        device,
-        [flat, query.error, positions, values],
     )
     # Whole words, in which each chunk sets its own bits.
     message = torch.zeros(-(-layout.num_bytes // 4) * 4, dtype=torch.uint8, device=device)
@@ -55,8 +53,6 @@ def encode(query: TopKQuery) -> torch.Tensor:
         -(-layout.num_chunks // rows),
         [positions, values, table, message, layout.num_chunks, *_streams(layout)],
         {**_of_words(layout), "KEPT": width, "ROWS": rows},
-        device,
-        [positions, values, message],
     )
     return message[: layout.num_bytes]
 
@@ -73,8 +69,6 @@ def decode(query: TopKQuery, gathered: torch.Tensor) -> tuple[torch.Tensor, torc
         -(-layout.num_chunks // rows),
         [gathered, gathered.stride(0), layout.table[device], positions, values, *sizes],
         {**_of_words(layout), "MARKS": width, "ROWS": rows},
-        device,
-        [gathered, positions, values],
     )
     return positions, values
 
@@ -105,8 +99,6 @@ def merge(
             "LIMIT": 0.0 if is_wide else torch.finfo(flat.dtype).max,
             "num_warps": MERGING_WARPS,
         },
-        flat.device,
-        [flat, error, *sent, flat, error],
     )
 
 

@@ -7,7 +7,7 @@ In fp32 the first kernel of a step adds the residuals to the gradients in place,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -110,7 +110,6 @@ def _launch_over(
     items: Sequence[MatmulBatch] | Sequence[Reconstruction],
     bound: Sequence[_GroupTable],
     beside: Sequence[Sequence[torch.Tensor]],
-    outs: Sequence[torch.Tensor],
     *arguments: torch.Tensor | None,
     is_first: bool = False,
     **constants: object,
@@ -118,8 +117,7 @@ def _launch_over(
     """Launch a kernel over the matrices of some items, all of one kind.
 
     Each row of its table ends with the addresses of the matrix's parts of the batches `beside`, preceded by
-    the residuals that `reconstruct` writes. `is_first`: gradients do not include residuals yet. `outs` are
-    the other tensors that it writes.
+    the residuals that `reconstruct` writes. `is_first`: gradients do not include residuals yet.
     """
     dtype, factor_rows, is_aligned = bound[0].kind
     is_fp32, reconstructs = dtype == torch.float32, kernel == "reconstruct"
@@ -148,7 +146,9 @@ def _launch_over(
             for (matrix, error), residual in zip(group.addresses, group.written, strict=True)
         ]
         ends = zip(*map(_matrix_addresses, beside), strict=True)
-        programs = [PROGRAMS[kernel](tile, head[3], head[4]) for head in heads]
+        height = SPLIT_ROWS if kernel == "projections" else tile.rows
+        across = [1 if kernel == "products" else -(-head[4] // tile.columns) for head in heads]
+        programs = [-(-head[3] // height) * tiles for head, tiles in zip(heads, across, strict=True)]
         return [(*head, *end) for head, end in zip(heads, ends, strict=True)], programs
 
     compiled_in: dict[str, object] = {
@@ -165,37 +165,15 @@ def _launch_over(
         **({} if reconstructs else {"KEEPS": keeps, "STAGES": tile.stages}),
         **constants,
     }
-    matrices = [matrix for item in items for matrix in item.group.matrices]
-    errors = [error for item in items for error in item.group.errors if error is not None]
-    touched = [*matrices, *(errors if adds else []), *(matrices if keeps or reconstructs else []), *outs]
-    touched += [batch for batches in beside if batches is not outs for batch in batches]
-    _launch(
-        f"compiled_matrices.{kernel}",
-        launch_table(key, make, matrices[0].device),
-        compiled_in,
-        touched,
-        *arguments,
-    )
-
-
-PROGRAMS: dict[str, Callable[[Tile, int, int], int]] = {
-    "products": lambda tile, rows, columns: -(-rows // tile.rows),
-    "projections": lambda tile, rows, columns: -(-rows // SPLIT_ROWS) * -(-columns // tile.columns),
-    "reconstruct": lambda tile, rows, columns: -(-rows // tile.rows) * -(-columns // tile.columns),
-}
-"""The number of programs for a matrix with some rows and columns, by kernel."""
+    table = launch_table(key, make, items[0].group.matrices[0].device)
+    _launch(f"compiled_matrices.{kernel}", table, compiled_in, *arguments)
 
 
 def _launch(
-    kernel: str,
-    table: LaunchTable,
-    constants: dict[str, object],
-    touched: Sequence[torch.Tensor],
-    *beside: torch.Tensor | None,
+    kernel: str, table: LaunchTable, constants: dict[str, object], *beside: torch.Tensor | None
 ) -> None:
-    """Launch a kernel over a table, on the table's device."""
-    arguments, device = [table.rows, table.tiles, *beside], table.rows.device
-    launcher.launch(kernel, table.programs, arguments, constants, device, touched)
+    """Launch a kernel over a table."""
+    launcher.launch(kernel, len(table.tiles), [table.rows, table.tiles, *beside], constants)
 
 
 # The kernels of `base.Kernels`.
@@ -205,7 +183,7 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Take one launch for each kind of matrices."""
     results = _products_results(items, side=0)
     for some, bound, factors, outs in _by_kind(items, results):
-        _launch_over("products", some, bound, [factors, outs], outs, is_first=some[0].add_error)
+        _launch_over("products", some, bound, [factors, outs], is_first=some[0].add_error)
     return results
 
 
@@ -222,9 +200,8 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     all_parts = split_as(buffer, shapes)
     remaining = iter(all_parts)
     for some, bound, factors, outs in kinds:
-        parts, is_first = [next(remaining) for _ in outs], some[0].add_error
-        beside = [factors, parts]
-        _launch_over("projections", some, bound, beside, parts, is_first=is_first, SPLIT=SPLIT_ROWS)
+        beside = [factors, [next(remaining) for _ in outs]]
+        _launch_over("projections", some, bound, beside, is_first=some[0].add_error, SPLIT=SPLIT_ROWS)
 
     def make() -> TableRows:
         splits = [part.shape[1] for part in all_parts for _ in part]
@@ -234,7 +211,7 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 
     key = "add_splits", *((tensor.data_ptr(), tensor.shape) for tensor in (*all_parts, *all_outs))
     table = launch_table(key, make, results[0].device)
-    _launch("compiled_matrices.add_splits", table, {"COLUMNS": SUMS, **FUSED}, [*all_parts, *all_outs])
+    _launch("compiled_matrices.add_splits", table, {"COLUMNS": SUMS, **FUSED})
     return results
 
 
@@ -277,31 +254,23 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         ]
         # In fp32 a mean beyond the range is infinite, and its step is not healthy.
         limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
-        outs = [error for item in some for error in item.errors or ()]
         of_kind, flag = [bound[index] for index in indices], _flag(some[0].is_healthy)
         terms = len(pairs[0]) - 1
-        _launch_over("reconstruct", some, of_kind, factors, outs, flag, TERMS=terms, LIMIT=limit)
+        _launch_over("reconstruct", some, of_kind, factors, flag, TERMS=terms, LIMIT=limit)
 
 
 def write(items: Sequence[Write]) -> None:
     """Write in place, by one launch for each pair of types."""
     for indices in group_indices(items, lambda item: (item.target.dtype, item.healthy.dtype)):
-        some = [items[index] for index in indices]
-        targets, healthy = [item.target for item in some], [item.healthy for item in some]
-        rows = [
-            (
-                target.data_ptr(),
-                item.healthy.data_ptr(),
-                target.data_ptr() if item.stays else 0,
-                target.numel(),
-            )
-            for item, target in zip(some, targets, strict=True)
-        ]
-        table = launch_table(("write", *rows), partial(_rows_of_elements, rows), targets[0].device)
+        first, rows = items[indices[0]], list[tuple[int, ...]]()
+        for item in (items[index] for index in indices):
+            at = item.target.data_ptr()
+            rows.append((at, item.healthy.data_ptr(), at if item.stays else 0, item.target.numel()))
+        table = launch_table(("write", *rows), partial(_rows_of_elements, rows), first.target.device)
         # Dtypes are compiled in; a launch looks up everything else per tensor.
-        letters = {"G": LETTERS[targets[0].dtype], "SOURCE": LETTERS[healthy[0].dtype]}
+        letters = {"G": LETTERS[first.target.dtype], "SOURCE": LETTERS[first.healthy.dtype]}
         constants = {**letters, "COLUMNS": ELEMENTS, **FUSED}
-        _launch("compiled_matrices.write", table, constants, healthy + targets, _flag(some[0].is_healthy))
+        _launch("compiled_matrices.write", table, constants, _flag(first.is_healthy))
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -309,9 +278,9 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
     table = launch_table(("finite", *rows), partial(_rows_of_elements, rows), tensors[0].device)
     # One byte per program, not a shared one, which programs would have to write in turn.
-    flags = torch.empty(table.programs, dtype=torch.int8, device=tensors[0].device)
+    flags = torch.empty(len(table.tiles), dtype=torch.int8, device=tensors[0].device)
     constants = {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED}
-    _launch("compiled_matrices.finite", table, constants, [*tensors, flags], flags)
+    _launch("compiled_matrices.finite", table, constants, flags)
     return flags.view(torch.bool).all()
 
 
@@ -347,8 +316,8 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     )
     table = launch_table(key, make, device)
     # Three launches, since the programs of one can't wait for each other.
-    for kernel, written in (("gram", grams), ("gram_again", grams), ("orthonormal", results)):
-        _launch(f"compiled_bases.{kernel}", table, basis_constants(kernel, rows), [*factors, *written])
+    for kernel in ("gram", "gram_again", "orthonormal"):
+        _launch(f"compiled_bases.{kernel}", table, basis_constants(kernel, rows))
     return results
 
 
@@ -398,7 +367,6 @@ def _contiguous(batch: torch.Tensor) -> torch.Tensor:
     return batch.contiguous()
 
 
-# PyTorch's products subtract from the gradient in memory between iterations.
 LOW_RANK = replace(
     torch_kernels.LOW_RANK,
     gradient_types=GRADIENT_TYPES,
