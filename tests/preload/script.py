@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    model = replicate(module) if "replicate" in sys.argv else DistributedDataParallel(module)
+    model: Any = replicate(module) if "replicate" in sys.argv else DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if "late" in sys.argv:
         model(torch.zeros(1, 64))
