@@ -53,6 +53,11 @@ class PowerSGDPlan(LowRankPlan):
         return Workspace(self.config.seed, warm_start=self.config.warm_start)
 
     @cached_property
+    def message_dtype(self) -> torch.dtype:
+        """The dtype of messages."""
+        return self.config.message_dtype(self.specs[0].dtype)
+
+    @cached_property
     def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
         """The indices of compressed parameters by matrix shape and matrix rank."""
         groups: dict[tuple[tuple[int, int], int], list[int]] = {}
@@ -84,12 +89,12 @@ class PowerSGDPlan(LowRankPlan):
         More `power_iterations` repeat 2 to 6 with Q ← basis of Q̄. If `alternating`, a step has one round
         instead of two: Q ← Mᵀ P̂ with the P̂ in memory, and in the next step P ← M Q̂.
         """
-        names = self.uncompressed.keys()
-        whole = [bucket.gradients[index] for index in self.uncompressed.values()]
-        M = self._bind(bucket, memory)  # 1
+        gradients, names = bucket.flat.split_with_sizes(self.sizes), self.uncompressed.keys()
+        whole = [gradients[index] for index in self.uncompressed.values()]
+        M = self._bind(bucket, gradients, memory)  # 1
         try:
             has_residual = not memory[ERROR].keys().isdisjoint(names)
-            dtype = self.config.message_dtype(self.specs[0].dtype)
+            dtype = self.message_dtype
             sent = with_residual(bucket, memory, [*names], whole, dtype) if has_residual else None
             messages = FactorMessages(dtype, self.workspace, whole if sent is None else sent.parts)
 
@@ -108,17 +113,19 @@ class PowerSGDPlan(LowRankPlan):
             drops = has_residual or not memory[SENT].keys().isdisjoint(names)
             is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
 
-            yield from self._reconstruct(bucket, memory, M, terms, is_healthy)  # 7
+            yield from self._reconstruct(bucket, gradients, memory, M, terms, is_healthy)  # 7
         finally:
             for group in M.groups:
                 group.matrices = ()  # they would keep an unused bucket alive
         means = messages.uncompressed  # the last one says whether any residual remains, if some may not fit
         writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=False)]
-        # After the reconstruction, which reads the basis that the step started from. For all buckets
-        # together: on an accelerator one launch writes the new state of all.
+        # After the reconstruction, which reads the basis that the step started from.
         writes += self._writes(memory, M, new, start, is_healthy)
-        if writes:
+        if accelerators.is_accelerator(M.device):
+            # For all buckets together: one launch writes the new state of all.
             yield Jointly(M.kernels.write, writes, M.device)
+        elif writes:
+            torch._foreach_copy_([write.target for write in writes], [write.healthy for write in writes])
         if sent is not None:
             keep_remainder(memory, names, sent, means)
         # All of it was sent: what an earlier step has sent no longer shows how much was not.
@@ -169,7 +176,7 @@ class PowerSGDPlan(LowRankPlan):
                 bases = yield from M.orthonormal(means, f"basis {iteration}")
         return list[Terms](terms)
 
-    def _bind(self, bucket: Bucket, memory: Memory) -> BucketMatrices:
+    def _bind(self, bucket: Bucket, gradients: Sequence[torch.Tensor], memory: Memory) -> BucketMatrices:
         """Return gradients and residuals as matrices, bound again only if something has moved."""
         errors = list(map(memory[ERROR].get, self._compressed_names))
         flat = bucket.flat
@@ -180,7 +187,7 @@ class PowerSGDPlan(LowRankPlan):
         M.loss_scale = bucket.loss_scale
         self.workspace.M = M if M.wide is None else None  # copies have new addresses in each step
         for group, ((shape, _), indices) in zip(M.groups, self.shape_groups.items(), strict=True):
-            matrices = [bucket.gradients[index] for index in indices]
+            matrices = [gradients[index] for index in indices]
             if M.wide is not None:
                 matrices = widened(matrices, M.wide)
             group.matrices = [matrix.view(shape) for matrix in matrices]
@@ -211,6 +218,7 @@ class PowerSGDPlan(LowRankPlan):
     def _reconstruct(
         self,
         bucket: Bucket,
+        gradients: Sequence[torch.Tensor],
         memory: Memory,
         M: BucketMatrices,
         terms: Sequence[Terms],
@@ -232,7 +240,7 @@ class PowerSGDPlan(LowRankPlan):
             return
         # The rounding errors of wide copies are added to the residual too.
         copied = [
-            (bucket.gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
+            (gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
             for item, indices in zip(items, self.shape_groups.values(), strict=True)
             for index, name, matrix in zip(indices, item.group.labels, item.group.matrices, strict=True)
         ]
