@@ -281,6 +281,21 @@ def fsdp_states(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
+def call_before_pass(model: DistributedDataParallel, action: Callable[[], bool]) -> None:
+    """Call an action before each pass of a DDP model that `replicate` has made, until it returns True.
+
+    `replicate` calls only a part of DDP's forward pass, and none of the model's hooks.
+    """
+    original: Callable[..., Any] = model._pre_forward
+
+    def pre_forward(*inputs: Any, **named: Any) -> Any:
+        if action():
+            del model._pre_forward
+        return original(*inputs, **named)
+
+    model._pre_forward = pre_forward  # type: ignore[method-assign]
+
+
 class FSDPModel:
     """FSDP2's view of a model: its states, and groups of parameters that are reduced as one."""
 
@@ -292,7 +307,7 @@ class FSDPModel:
                 groups = [group for group in [state._fsdp_param_group] if group]
             self.groups += groups
 
-    def shards_of(self, group: int) -> list[tuple[str | None, nn.Parameter]]:
+    def parameters_of(self, group: int) -> list[tuple[str | None, nn.Parameter]]:
         """Return the shards that get gradients from a group; named from the first forward pass on."""
         return [(param._param_fqn, param.sharded_param) for param in self.groups[group].fsdp_params]
 

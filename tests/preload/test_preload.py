@@ -25,7 +25,7 @@ from thinwire import ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
 from thinwire.preload import built_model
 from thinwire.preload.options import VARIABLE, Options
-from thinwire.preload.strict import ATTACHED, note_attached
+from thinwire.preload.strict import AVERAGED, note_averaged
 from thinwire.sync import engine_of
 
 SCRIPT, FORKED = (Path(__file__).with_name(name) for name in ("script.py", "forked.py"))
@@ -138,6 +138,7 @@ def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -
     ("arguments", "why"),
     [
         ("hook", "it already has the communication hook fp16_compress_hook"),
+        ("replicate hook", "it already has the communication hook fp16_compress_hook"),
         ("late hook", "from now on the script's own communication hook fp16_compress_hook averages"),
         ("late attach", "from now on the script's own communication hook thinwire_hook averages"),
     ],
@@ -160,7 +161,7 @@ def test_strict_ends_the_training_instead() -> None:
     ("code", "exit_code"),
     [
         ("exit 0", 1),
-        ('touch "$THINWIRE_ATTACH_ATTACHED"', 0),
+        ('touch "$THINWIRE_ATTACH_AVERAGED"', 0),
         ("exit 3", 3),
         ("kill -9 $$", 128 + signal.SIGKILL),
         # Signals are passed on; the parent has been one Python since before the shell.
@@ -174,14 +175,14 @@ def test_strict_runs_a_command_and_fails_if_nothing_was_attached(code: str, exit
 
 
 def test_a_process_on_another_machine_has_nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ATTACHED, "/folder/of/another/machine")
-    note_attached()
+    monkeypatch.setenv(AVERAGED, "/folder/of/another/machine")
+    note_averaged()
 
 
 @pytest.mark.parametrize("argument", ["eval", "no_sync", "replicate"])
 def test_only_a_model_whose_steps_are_averaged_is_attached(argument: str, tmp_path: Path) -> None:
     attached = tmp_path / "attached"
-    environment = Options(ALGORITHM).environment() | {ATTACHED: str(attached)}
+    environment = Options(ALGORITHM).environment() | {AVERAGED: str(attached)}
     told = run_processes(FORKED, str(SCRIPT), argument, environment=environment)
     whys = {"eval": "it made no forward pass in training mode", "no_sync": "0 steps were averaged"}
     assert whys.get(argument, "5 steps sent") in told
@@ -214,7 +215,7 @@ def test_a_process_that_built_no_model_says_so(
     for name in ("thinwire.preload.built_model", *["thinwire.sync"] * (not by_itself)):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: has_optimizer)
-    for name, value in ({"WORLD_SIZE": "1", ATTACHED: str(tmp_path / "attached")} | environment).items():
+    for name, value in ({"WORLD_SIZE": "1", AVERAGED: str(tmp_path / "attached")} | environment).items():
         monkeypatch.setenv(name, value)
     startup.end_process()
     assert ("nothing was attached" in capsys.readouterr().err) == (is_told and not by_itself)

@@ -1,4 +1,4 @@
-"""Steps with each priced algorithm, timed or planned, and predictions from them for a link."""
+"""Steps with each priced algorithm, timed or planned: timelines, and predictions from them for a link."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ShardedSubject:
 def shards_of(model: nn.Module) -> Transport:
     """Return the transport between the processes of a replica."""
     sharded = ShardedModel(model)
-    sharded.refuse_native()
+    sharded.refuse_hsdp()
     if sharded.is_replicated:
         raise ConfigError(
             "advise got a model with replicate, which is whole on each process; pass the plain module"

@@ -36,7 +36,7 @@ def attach(
         help="Folder for the algorithm's state: loaded at the start, saved at the end and on SIGTERM.",
     ),
     strict: bool = typer.Option(
-        False, "--strict", help="Fail if a model can't be attached, or if there was none."
+        False, "--strict", help="Fail if a model can't be attached, or if no step was averaged."
     ),
 ) -> None:
     """Run a training command with small messages: every DDP model that it builds is attached.

@@ -222,7 +222,8 @@ class ThinwireStrategy(DDPStrategy):
         if self.local.has_state:  # a learning-rate finder has trained before
             self._make_local()
         assert self.lightning_module is not None
-        self._averages = _AveragesModels(self.local, self.lightning_module.trainer)
+        self._averages = _AveragesModels(self.local)
+        self._averages.begin(self.lightning_module.trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the averaged model's state. Collective in training, as checkpoints are.
@@ -244,9 +245,11 @@ class ThinwireStrategy(DDPStrategy):
 class _AveragesModels(Callback):
     """Averages models around a training: before validations and checkpoints, and at the end."""
 
-    def __init__(self, local: ModelAverager, trainer: Any) -> None:  # it does not declare its callbacks
-        """Enter: all processes get the first one's model, unless a state was loaded. Collective."""
+    def __init__(self, local: ModelAverager) -> None:
         self._local, self._is_open = local, False
+
+    def begin(self, trainer: Any) -> None:  # a Trainer does not declare its callbacks
+        """Enter: all processes get the first one's model, unless a state was loaded. Collective."""
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise ConfigError(
                 "StochasticWeightAveraging averages each process's own model after epochs, so processes "
@@ -255,7 +258,7 @@ class _AveragesModels(Callback):
             )
         # First in the list: other callbacks load the best model or a moving average at the end.
         trainer.callbacks = [self, *trainer.callbacks]
-        local.__enter__()
+        self._local.__enter__()
         self._is_open = True
 
     def average(self) -> None:
@@ -349,7 +352,7 @@ class ThinwireCallback(Callback):
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None
-        _AveragesModels(self.local, trainer)
+        _AveragesModels(self.local).begin(trainer)
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 catch_up(config.scheduler, self.local.steps // config.frequency)

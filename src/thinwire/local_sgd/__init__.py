@@ -3,10 +3,10 @@
 ```
 optimizer.step()                    training_loop: a hook calls the averager after each step
  └ ModelAverager._after_step        averager: counts the step; when the schedule says so:
-    ├ Membership.start              finds the members and compares their statuses
+    ├ membership.start              finds the members and compares their statuses
     │  └ ModelChanges.send          the change since the last average, scaled, to an engine: a PendingAverage
-    ├ Membership.advance            with a delay: sends later rounds while training continues
-    └ Membership.finish             waits for the means
+    ├ membership.advance            with fixed members and a delay: sends later rounds during training
+    └ membership.finish             waits for the means
        └ ModelChanges.apply         outer step on the last averages; the model is set to them
 ```
 

@@ -254,7 +254,7 @@ class ModelAverager(Averager):
 
     @contextmanager
     def _collective(self, call: str) -> Iterator[None]:
-        """Check the model first; if anything fails inside, drop the pending average."""
+        """Check the model first; if anything fails inside, drop the pending average of fixed members."""
         self._check_inside(call)
         self._check_copies()
         self._check_momentum(stacklevel=4)

@@ -1,4 +1,4 @@
-"""The source of what an elastic member averages, and of what a new member starts from."""
+"""The source of what an elastic member averages, and of what a new member starts from; a model's changes."""
 
 from __future__ import annotations
 

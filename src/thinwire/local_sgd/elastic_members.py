@@ -75,7 +75,7 @@ class Member(Averager):
         `load_state_dict` it starts from that state, together with all members that have loaded it.
         """
         membership = self._membership
-        if self._model.entered:
+        if self._model.entered or membership.has_left:
             raise StepError("this context was already entered; create a new one")
         self._refuse_nested()
         with ExitStack() as attached:

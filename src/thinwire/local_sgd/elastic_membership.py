@@ -104,7 +104,7 @@ class ElasticMembership:
             )
 
     def abandon(self) -> None:
-        """Keep an averaging that was started: the next `finish` continues it."""
+        """Drop nothing: the next `finish` continues an averaging that was started."""
 
     def average(self) -> None:
         """Average once with all members. Collective."""

@@ -30,7 +30,7 @@ class ModelChanges:
         steps: Steps so far, of the members that have been here longest.
         steps_here: Steps since this object was made.
         sent_at: The step after which the latest averaging was sent.
-        engine: Averages changes after the warm-up. The others count what they send over the group with it.
+        engine: Averages changes after the warm-up. The next two share its clock, which counts the traffic.
         warmup_engine: Averages in the warm-up: gradients of a DDP model, changes of a plain module.
         exact_engine: Averages a DDP model's parameters after the warm-up's last step.
         subgroup_engine: Averages changes or gradients within the subgroup, if there is one.

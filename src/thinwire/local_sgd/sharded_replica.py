@@ -40,7 +40,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
     show_shards = partial(reshard, module) if is_fsdp2(module) else bool
     if replicas is None or (is_fsdp2(module) and _saves_whole(module, replicas, meshes)):
         sharded = ShardedModel(module)
-        sharded.refuse_native()
+        sharded.refuse_hsdp()
         if sharded.is_replicated:
             raise AttachError(
                 "replicate averages this model's gradients in every step; pass the plain module, without "

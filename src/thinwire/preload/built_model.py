@@ -31,9 +31,10 @@ from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
 from thinwire.errors import AttachError, ThinwireError
 from thinwire.preload.options import VARIABLE, Options, averaging_of
-from thinwire.preload.strict import note_attached
+from thinwire.preload.strict import note_averaged
 from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import (
+    call_before_pass,
     comm_hooks,
     default_store,
     forget_hooks_in,
@@ -95,7 +96,7 @@ def _register_comm_hook(model: DistributedDataParallel, state: object, hook: Cal
     run.sync.detach()
     switch.hand_over(state, hook)
     if isinstance(state, Switch):  # the script attaches by itself
-        note_attached()
+        note_averaged()
 
 
 DistributedDataParallel.__getstate__ = _state_without_ours  # type: ignore[method-assign]
@@ -117,15 +118,18 @@ def note_built(model: DistributedDataParallel) -> None:
     if reason:
         _leave_alone(options, reason, votes)
         return
-    before = _BeforeFirstPass(options, votes)
-    if isinstance(model.module, torch.nn.ParameterList):
-        # Made by torch's `replicate` in the first pass of a module: no pass calls this model itself.
-        with torch.enable_grad():
-            before(model, None)
-        return
     # Attach later: the code that builds the model may still register its own hook.
-    model.register_forward_pre_hook(before)
+    before = _BeforeFirstPass(options, votes)
     _waiting.add(votes)
+    if not isinstance(model.module, torch.nn.ParameterList):
+        model.register_forward_pre_hook(before)
+        return
+
+    def attach_once() -> bool:
+        before(model, None)
+        return votes not in _waiting
+
+    call_before_pass(model, attach_once)  # made by torch's `replicate`
 
 
 class _Votes:
@@ -193,7 +197,7 @@ class _BeforeFirstPass:
             _leave_alone(self._options, differs or problem, self._votes)
             return
         if sync is None:
-            note_attached()
+            note_averaged()
             return
         _attached.add(model)
         run = _Run(sync, self._options, self._votes)
@@ -304,7 +308,7 @@ class _Run:
     def _after_step(self, committed: bool) -> None:
         if not self.has_averaged:
             self.has_averaged = True
-            note_attached()
+            note_averaged()
         # Not in the signal handler, which may run in the middle of a step.
         if self.is_told_to_end:
             _end_runs()
@@ -332,10 +336,7 @@ class _Run:
             sent = (now.message_bytes - before.message_bytes) / 1e6
             in_bf16 = (now.gradient_bytes - before.gradient_bytes) / 2e6
             if not self.has_averaged:
-                self.votes.say(
-                    "0 steps were averaged, so nothing was compressed; a script with all backward passes "
-                    "in no_sync() averages by itself"
-                )
+                self.votes.say("0 steps were averaged, so nothing was compressed")
             elif self.votes.is_first:
                 _say(
                     f"{now.steps - before.steps} steps sent {sent:.3g} MB, where bf16 would have sent "

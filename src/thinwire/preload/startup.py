@@ -65,9 +65,9 @@ def end_process() -> None:
     if "thinwire.preload.built_model" in sys.modules:
         return
     if "thinwire.sync" in sys.modules:  # the script attaches by itself
-        from thinwire.preload.strict import note_attached  # noqa: PLC0415
+        from thinwire.preload.strict import note_averaged  # noqa: PLC0415
 
-        note_attached()
+        note_averaged()
         return
     if os.environ.get("RANK", "0") != "0" or MODULE not in sys.modules:
         return

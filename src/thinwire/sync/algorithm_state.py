@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -100,7 +99,11 @@ class AlgorithmState:
     def remembered(self) -> Callable[[], None]:
         """Copy all that steps change; return a function that restores it, as if later steps never ran."""
         memory = self.memory.copied({label for tensors in self.memory.slots.values() for label in tensors})
-        others = deepcopy(self.pending), set(self.unsynced_names)
+        pending = {
+            slot: {label: tensor.clone() for label, tensor in tensors.items()}
+            for slot, tensors in self.pending.tensors.items()
+        }
+        others = Pending(pending, self.pending.owner), set(self.unsynced_names)
         counts = self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite
         held_ranges = {} if self.partition is None else dict(self.partition.held_ranges)
 

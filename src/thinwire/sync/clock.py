@@ -14,7 +14,7 @@ from thinwire.sync.streams import WITHOUT_STREAMS, record_event
 
 
 class StepClock:
-    """Adds up the time inside Thinwire, and the time from ready gradients to their means."""
+    """Adds up the time inside Thinwire, and from ready gradients to their means; holds the traffic."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()  # counts the waits for messages

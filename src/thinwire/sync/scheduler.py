@@ -335,7 +335,8 @@ class Round:
                 else:
                     message = Message("all_to_all", flat, torch.empty_like(flat), purpose)
             self._sent.append((message, requests))
-            self.works.append(transport.start(message))
+        # After all are packed: what is in flight can't be taken back.
+        self.works = [transport.start(message) for message, _ in self._sent]
 
     def answer(self) -> None:
         """Answer its tasks."""

@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class ShardedModel(torch_private.FSDPModel):
-    """FSDP2's view of a model, for which torch has no public API."""
+    """A sharded model as Thinwire sees it: its mesh, and the groups of its shards and replicas."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
@@ -84,7 +84,7 @@ class ShardedModel(torch_private.FSDPModel):
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters to which FSDP2 gives gradients; named from the first forward pass on."""
         # The model's own names don't help: in a forward pass it has whole parameters, but these are shards.
-        shards = chain.from_iterable(map(self.shards_of, range(len(self.groups))))
+        shards = chain.from_iterable(map(self.parameters_of, range(len(self.groups))))
         return ((plain_name(name or "a parameter"), parameter) for name, parameter in shards)
 
     @property
@@ -116,7 +116,7 @@ class ShardedModel(torch_private.FSDPModel):
             )
         return meshes[0]
 
-    def refuse_native(self) -> None:
+    def refuse_hsdp(self) -> None:
         """Raise for native HSDP: its models can't be averaged, since PyTorch averages their gradients."""
         mesh = self.mesh()
         if self.is_native:
@@ -152,7 +152,7 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     reshard(model)
     # Gradients that FSDP2 reduces together become ready together.
     buckets = range(len(sharded.groups))
-    bucket_of = {id(shard): bucket for bucket in buckets for _, shard in sharded.shards_of(bucket)}
+    bucket_of = {id(shard): bucket for bucket in buckets for _, shard in sharded.parameters_of(bucket)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_of(tensor).is_meta:
             words = "is on the meta device and has no values yet; initialise or load the model, then attach"
