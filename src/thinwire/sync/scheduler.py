@@ -336,7 +336,8 @@ class Round:
                     message = Message("all_to_all", flat, torch.empty_like(flat), purpose)
             self._sent.append((message, requests))
         # After all are packed: what is in flight can't be taken back.
-        self.works = [transport.start(message) for message, _ in self._sent]
+        for message, _ in self._sent:
+            self.works.append(transport.start(message))
 
     def answer(self) -> None:
         """Answer its tasks."""
