@@ -195,13 +195,12 @@ class QuantizePlan(BucketPlan):
         if keeps_residual:
             # In 16 bits the sum would lose the residual: it is often below a gradient's last bit.
             values = values.to(self.dtype)
-            parts = [
-                part
-                for part, name in zip(bucket.split(values), self.names, strict=True)
-                if name in memory[ERROR]
-            ]
-            if errors := [memory[ERROR][name] for name in self.names if name in memory[ERROR]]:
-                torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
+            errors = memory[ERROR]
+            named = zip(bucket.split(values), self.names, strict=True)
+            owed = [(part, errors[name]) for part, name in named if name in errors]
+            if owed:
+                parts, added = zip(*owed, strict=True)
+                torch._foreach_add_(parts, added if scale is None else torch._foreach_mul(added, scale))
         elif self.eigenbasis is not None:
             values = self.eigenbasis.turned(bucket, memory, self.dtype)
 
