@@ -453,6 +453,20 @@ def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: str
         assert sync.stats().steps == steps
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@in_each_process(2)
+def test_a_memory_format_of_before_it_was_attached_is_told_in_the_first_pass(overlaps: bool) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Unflatten(1, (6, 2, 2)), nn.Conv2d(6, 8, 2)))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if overlaps:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        thinwire.overlap_forward(model, thinwire.Quantize(bits=4), optimizer)
+    else:
+        thinwire.attach(model, POWER)
+    with refused(thinwire.StepError, "the model was converted"):
+        train(model, range(1))
+
+
 @in_each_process(2)
 def test_what_trains_nothing_more_is_no_change() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))

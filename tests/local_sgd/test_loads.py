@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from elastic.in_turns import alone
 from members import NESTEROV, Member, in_each_member
@@ -102,12 +103,24 @@ def test_training_goes_on_from_loaded_weights_without_an_outer_step(member: Memb
         assert member.agreed()
 
 
+def load_in_place(model: nn.Module, weights: Tensor) -> None:
+    """As torch.distributed.checkpoint does."""
+    own = model.state_dict()
+    copy_in(model, weights)
+    model.load_state_dict(own)
+
+
+@pytest.mark.parametrize("put_in", [load, load_in_place])
 @in_each_member(2)
-def test_training_does_not_go_on_from_loaded_weights_unasked(member: Member) -> None:
+def test_training_does_not_go_on_from_loaded_weights_unasked(
+    member: Member, put_in: Callable[[nn.Module, Tensor], None]
+) -> None:
     with refusing(LOADED), member.local(every_steps=4, **BEST) as local:
         best = flat(member.model)
+        load_in_place(member.model, best)
+        local.average()  # it is the last average still
         member.train(6)
-        load(member.model, best)
+        put_in(member.model, best)
         for goes_on in (partial(member.train, 8, 9), local.average):
             with refusing(LOADED):
                 goes_on()
@@ -182,6 +195,16 @@ def test_an_elastic_member_does_not_train_on_with_loaded_weights(kind: str) -> N
         assert torch.equal(flat(one.model), best)
         raise StepError(LOADED)
     assert torch.equal(flat(one.model), best)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_by_which_torch_makes_an_optimizers_state_is_none(kind: str) -> None:
+    one = Alone(kind)
+    with one.local:
+        assert get_optimizer_state_dict(one.model, one.optimizer)["state"]
+        assert one.local.steps == 0
+        one.step(3)
+        assert one.local.steps == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
