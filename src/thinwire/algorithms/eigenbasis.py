@@ -119,6 +119,14 @@ class Eigenbasis:
         shapes = [spec.matrix_shape if spec.numel and is_in(pattern, spec) else None for spec in specs]
         return cls(tuple(spec.name for spec in specs), tuple(shapes))
 
+    def forget_misfits(self, memory: Memory, dtype: torch.dtype) -> None:
+        """Forget bases of another type, and those of whole matrices if these are shards."""
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            held, length = memory[COVARIANCE].get(name), sum(side * piece_of(side) for side in shape or ())
+            if held is None or held.dtype != dtype or len(held) != length:
+                for slot in (COVARIANCE, EIGENVECTORS, VARIANCES):
+                    memory[slot].pop(name, None)
+
     def turned(self, bucket: Bucket, memory: Memory, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of the gradients, in which each matrix M is X."""
         turned = torch.empty_like(bucket.flat, dtype=dtype)
