@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from algorithms.test_conformance import assert_same_state, first_steps
-from catalog import ENTRIES, Entry, Sums, averaged, buckets, random_gradients, resumed
+from catalog import ENTRIES, Entry, Sums, averaged, buckets, random_gradients, resumed, spec
 from processes import in_each_process
 from thinwire import (
     AllReduce,
@@ -107,6 +107,11 @@ def test_parameters_added_or_removed() -> None:
     for sync in whole.syncs:
         sync.load_state_dict(kept, strict=False)
     assert [name for name, _ in whole.state_dicts()[0]["error"]] == ["body.weight", "head.weight"]
+    other = Simulation(POWER, [(spec("scalar"),)], num_workers=1)
+    with pytest.raises(
+        StateError, match=r"load the state of the same model$"
+    ):  # strict=False would load none
+        other.syncs[0].load_state_dict(state)
     reshaped = [(buckets()[0][0]._replace(shape=(32, 64)), *buckets()[0][1:])]
     with pytest.raises(StateError, match=r"head.weight has shape \(64, 32\) in the state and \(32, 64\)"):
         Simulation(POWER, reshaped, num_workers=1).syncs[0].load_state_dict(state, strict=False)
