@@ -136,13 +136,15 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def state(path: Path) -> dict[str, Any]:
     """What is saved there."""
-    trained = trained_state()
+    trained, before = trained_state(), os.umask(0o027)
     save(trained, path)
+    os.umask(before)
     return trained
 
 
 def test_written_and_read_it_is_the_same(path: Path, state: dict[str, Any]) -> None:
     assert os.listdir(path.parent) == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o640  # as the umask has it
     assert_same_state(load(str(path)), state)
     resumed(Simulation(POWER, buckets(), num_workers=3), load(path))
 
@@ -204,15 +206,6 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_read_to_its_end(
     monkeypatch.setattr(Path, "open", then_replaced)
     assert_same_state(load(path), state)
     assert replaced == [path]
-
-
-def test_the_mode_is_as_the_umask_has_it(path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        save(trained_state(), path)
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_disk_that_is_full_is_told_and_leaves_the_old_file(path: Path, state: dict[str, Any]) -> None:

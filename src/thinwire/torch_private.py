@@ -155,10 +155,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def makes_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> bool:
-    """Return whether a step with these options only makes state: `torch.distributed.checkpoint` asks for it.
-
-    It makes one, with zero gradients, before it saves or loads the state of an optimizer that has none.
-    """
+    """Return whether `torch.distributed.checkpoint` makes a step, of zeros, for the state that it creates."""
     return options == {"closure": None} and all(group.get("lr") == 0 for group in optimizer.param_groups)
 
 

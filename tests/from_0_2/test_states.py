@@ -10,16 +10,8 @@ import torch
 from adapters.test_sharded import runs_on_cpus
 from from_0_2.runs import FILES, RUNS, go_on
 from processes import Spawn
-from thinwire import checkpoint
-from thinwire.hooks import PowerSGDState
 
 NAMES = [pytest.param(name, marks=[runs_on_cpus] if name.startswith("fsdp") else []) for name in RUNS]
-
-
-def test_a_hook_counts_from_what_one_process_has_saved() -> None:
-    state = PowerSGDState(None)
-    state.load_state_dict(checkpoint.load(FILES / "ddp-local" / "thinwire_0.pt"))
-    assert state.iter == 3
 
 
 @pytest.mark.parametrize("name", NAMES)

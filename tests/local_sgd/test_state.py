@@ -230,7 +230,7 @@ def test_inference_mode_changes_nothing(member: Member) -> None:
 
 
 @in_each_process(2)
-def test_a_handle_takes_inference_mode() -> None:
+def test_a_handle_and_an_aggregator_take_inference_mode() -> None:
     rank = torch.distributed.get_rank()
 
     def trained(mode: Callable[[], AbstractContextManager[object]]) -> Tensor:
@@ -251,11 +251,6 @@ def test_a_handle_takes_inference_mode() -> None:
         return flat(model)
 
     assert torch.equal(trained(torch.inference_mode), trained(nullcontext))
-
-
-@in_each_process(2)
-def test_an_aggregator_takes_inference_mode() -> None:
-    rank = torch.distributed.get_rank()
     model = new_model()
     aggregator = AlgorithmAggregator(model.parameters(), POWER)
     for mode in (torch.inference_mode, nullcontext):
