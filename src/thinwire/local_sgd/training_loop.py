@@ -44,7 +44,7 @@ def call_after_steps(
     is also stepped alone, as SAM's `second_step` does with the wrapped one.
     """
     # A step that raises stays the outermost until it is tried again, and that attempt counts.
-    outermost: object = None
+    outermost: Any = None
 
     @closure_not_compiled
     def before(stepping: object, *_: object) -> None:
