@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from algorithms.test_conformance import assert_same_state, first_steps
-from catalog import ENTRIES, Entry, Sums, averaged, buckets, random_gradients, resumed
+from catalog import ENTRIES, Entry, Sums, averaged, buckets, random_gradients, resumed, spec
 from processes import in_each_process
 from thinwire import (
     AllReduce,
@@ -107,6 +107,11 @@ def test_parameters_added_or_removed() -> None:
     for sync in whole.syncs:
         sync.load_state_dict(kept, strict=False)
     assert [name for name, _ in whole.state_dicts()[0]["error"]] == ["body.weight", "head.weight"]
+    other = Simulation(POWER, [(spec("scalar"),)], num_workers=1)
+    with pytest.raises(
+        StateError, match=r"load the state of the same model$"
+    ):  # strict=False would load none
+        other.syncs[0].load_state_dict(state)
     reshaped = [(buckets()[0][0]._replace(shape=(32, 64)), *buckets()[0][1:])]
     with pytest.raises(StateError, match=r"head.weight has shape \(64, 32\) in the state and \(32, 64\)"):
         Simulation(POWER, reshaped, num_workers=1).syncs[0].load_state_dict(state, strict=False)
@@ -131,13 +136,15 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def state(path: Path) -> dict[str, Any]:
     """What is saved there."""
-    trained = trained_state()
+    trained, before = trained_state(), os.umask(0o027)
     save(trained, path)
+    os.umask(before)
     return trained
 
 
 def test_written_and_read_it_is_the_same(path: Path, state: dict[str, Any]) -> None:
     assert os.listdir(path.parent) == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o640  # as the umask has it
     assert_same_state(load(str(path)), state)
     resumed(Simulation(POWER, buckets(), num_workers=3), load(path))
 
@@ -199,15 +206,6 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_read_to_its_end(
     monkeypatch.setattr(Path, "open", then_replaced)
     assert_same_state(load(path), state)
     assert replaced == [path]
-
-
-def test_the_mode_is_as_the_umask_has_it(path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        save(trained_state(), path)
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_disk_that_is_full_is_told_and_leaves_the_old_file(path: Path, state: dict[str, Any]) -> None:

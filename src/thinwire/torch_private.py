@@ -8,7 +8,7 @@ public classes that only `torch._C` exports with their types.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -152,6 +152,11 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has step hooks."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def makes_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> bool:
+    """Return whether `torch.distributed.checkpoint` makes a step, of zeros, for the state that it creates."""
+    return options == {"closure": None} and all(group.get("lr") == 0 for group in optimizer.param_groups)
 
 
 def was_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:

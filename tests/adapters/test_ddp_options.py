@@ -422,10 +422,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         "the model was converted",
     ),
     "a layer more": (lambda model: model.module.append(nn.Conv2d(8, 8, 1)), "3.weight is trained, but DDP"),
-    "another layer": (
-        lambda model: model.module.__setitem__(0, nn.Linear(24, 48)),
-        REPLACED,
-    ),
+    "another layer": (lambda model: model.module.__setitem__(0, nn.Linear(24, 48)), REPLACED),
     "another parameter": (
         lambda model: setattr(model.module[0], "weight", nn.Parameter(model.module[0].weight.detach())),
         REPLACED,
@@ -451,6 +448,14 @@ def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: str
         with refused(thinwire.StepError, words):
             model(inputs)
         assert sync.stats().steps == steps
+
+
+@in_each_process(2)
+def test_a_memory_format_of_before_it_was_attached_is_told_in_the_first_pass() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Unflatten(1, (6, 2, 2)), nn.Conv2d(6, 8, 2)))
+    thinwire.attach(model.to(memory_format=torch.channels_last), POWER)  # type: ignore[call-overload]
+    with refused(thinwire.StepError, "the model was converted"):
+        train(model, range(1))
 
 
 @in_each_process(2)

@@ -169,6 +169,8 @@ def test_a_run_is_saved_by_torch_distributed_checkpoint_too(tmp_path: Path) -> N
         first._optimizers[0].step()
         save({"local": first.distributed_state()}, checkpoint_id=tmp_path, no_dist=True)
     again = alone_at(1)
+    with pytest.raises(StateError, match="was saved before the context was entered"):
+        again.distributed_state().load_state_dict(again.distributed_state().state_dict())
     load({"local": again.distributed_state()}, checkpoint_id=tmp_path, no_dist=True)
     with again:
         assert again.steps == 1

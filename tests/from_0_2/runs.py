@@ -95,6 +95,8 @@ def with_ddp(how: str, folder: Path) -> list[Tensor]:
 def with_hook(folder: Path) -> list[Tensor]:
     model = DistributedDataParallel(new_model())
     state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    state.load_state_dict(checkpoint.load(FILES / "ddp-local" / f"thinwire_{dist.get_rank()}.pt"))
+    assert state.iter == 3
     model.register_comm_hook(state, powerSGD_hook)
     return averaged(model, state, folder, how="pt")
 

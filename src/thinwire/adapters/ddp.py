@@ -133,13 +133,13 @@ class DDPAdapter:
             torch_private.at_end_of_backward(self._check_finished)
         future, has_none = new_future(flat.device), flat.device.type in streams.WITHOUT_STREAMS
         try:
-            if setup.contributor_scales:
-                setup.divide_by_contributors(bucket.parameters(), flat, self.engine.transport.size)
             beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
             with beside:
                 # Time both together: while a bucket is opened, and processes agree, its gradients wait.
                 with self.engine.clock.inside():
-                    state = self._buckets.of(bucket.parameters())
+                    state = self._buckets.of(bucket.parameters(), flat)
+                    if setup.contributor_scales:
+                        setup.divide_by_contributors(bucket.parameters(), flat, self.engine.transport.size)
                     step = step or self._begin(bucket)
                     used = None
                     if self._used is not None:
@@ -299,15 +299,17 @@ class DDPBuckets:
         # unfrozen later are in none, and would drift apart. Ones frozen later stay in their buckets.
         self.outside: list[tuple[torch.Tensor, str]] = []
 
-    def of(self, parameters: list[torch.Tensor]) -> BucketState:
-        """Return the bucket of some parameters."""
+    def of(self, parameters: list[torch.Tensor], flat: torch.Tensor) -> BucketState:
+        """Return the bucket of some parameters, whose gradients are flat."""
         # Looked up by id: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
         known = self._states.get(key)
         if known is None or not known.is_current:
             # Keep only this step's buckets: old or closed ones would keep plans and buffers alive.
             self._states = {ids: bucket for ids, bucket in self._states.items() if bucket.is_in_flight}
-            known = self._states[key] = self._plans.bucket(self._specs_of(parameters))
+            specs = self._specs_of(parameters)
+            ddp_model.check_layout(specs, parameters, flat)
+            known = self._states[key] = self._plans.bucket(specs)
         return known
 
     def _specs_of(self, parameters: list[torch.Tensor]) -> Specs:

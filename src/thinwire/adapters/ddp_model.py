@@ -17,8 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
 from thinwire.adapters.setup import live_objects
+from thinwire.algorithms import Bucket
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
+from thinwire.sync.partition import Specs
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
 
 # Prefixes that torch's module wrappers add to parameter names.
@@ -39,6 +41,10 @@ REDUCERS_NAMES |= {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 # If gradients can't be averaged because of how a model is divided, models still can.
 DIVIDED = 'or average such a model by DiLoCo or LocalSGD, with replicas=mesh["replicate"]'
 
+CONVERTED = (
+    "the model was converted (to another type, device or memory format) after DDP was built, so DDP loses or "
+    "mixes up its gradients; convert first, then build a new DDP model and attach it"
+)
 
 # Parameters and their models.
 
@@ -380,10 +386,7 @@ class _Guard:
         for parameter, node in self._nodes:
             is_converted |= parameter.requires_grad and accumulator_of(parameter) is not node
         if is_converted:
-            raise StepError(
-                "the model was converted (to another type, device or memory format) after DDP was built, so "
-                "DDP loses or mixes up its gradients; convert first, then build a new DDP model and attach it"
-            )
+            raise StepError(CONVERTED)
 
     def _look_again(self, model: DistributedDataParallel) -> None:
         # A parametrization changes a module's class as well.
@@ -405,6 +408,20 @@ class _Guard:
                     )
                 raise unaveraged(name)
         self._learn(model)
+
+
+def check_layout(specs: Specs, parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Raise if DDP lays out a gradient in another memory format, of before the model was attached."""
+    for spec, parameter, part in zip(specs, parameters, Bucket(specs, flat).gradients, strict=True):
+        gradient, formats = parameter.grad, {4: torch.channels_last, 5: torch.channels_last_3d}
+        if len(spec.shape) not in formats or gradient is None or gradient.dtype != part.dtype:
+            continue
+        image = torch.empty(spec.shape, device="meta")
+        layouts = spec.stride, image.stride(), image.to(memory_format=formats[image.dim()]).stride()
+        # The values tell: DDP does not. Other hooks may have changed all of them.
+        now, *others = (torch.equal(part.as_strided(spec.shape, stride), gradient) for stride in layouts)
+        if not now and any(others):
+            raise StepError(CONVERTED)
 
 
 def _refuse_to_train_copy(state: None, bucket: GradBucket) -> Future[torch.Tensor]:

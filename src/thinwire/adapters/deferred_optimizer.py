@@ -15,6 +15,7 @@ from thinwire.torch_private import (
     children_and_parameters,
     counted_step,
     has_step_hooks,
+    makes_state,
     not_compiled,
     note_step,
 )
@@ -45,11 +46,14 @@ class DeferredOptimizer:
     def replace_step(self, send: Callable[[], bool]) -> None:
         """Make the optimizer's `step()` call `send`, and step later if that has sent gradients."""
 
-        def step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
-            kind = type(optimizer).__name__
+        def step(optimizer: torch.optim.Optimizer, *given: object, **options: object) -> None:
+            kind, closure = type(optimizer).__name__, [*given, *options.values()]
             if why := why_whole(optimizer):  # hooks may be new
                 raise StepError(why)
-            if closure is not None:
+            if makes_state(optimizer, options):
+                self._step()
+                return
+            if closure not in ([], [None]):
                 raise StepError(f"{kind}.step(closure) can't be deferred; call backward(), then step()")
             # A scaler makes a fused optimizer unscale during the call.
             if getattr(optimizer, "grad_scale", None) is not None:

@@ -256,7 +256,7 @@ class ForwardAdapter:
             self._open = self.engine.begin()
         parameters: list[Any] = bucket.parameters()
         # A copy: until the mean arrives, the user may zero DDP's bucket or accumulate in it.
-        pending = PendingBucket(self._buckets.of(parameters), parameters, flat.clone())
+        pending = PendingBucket(self._buckets.of(parameters, flat), parameters, flat.clone())
         try:
             self._open.start(pending.state, pending.mean)
         except BaseException:

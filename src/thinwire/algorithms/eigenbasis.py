@@ -53,10 +53,7 @@ def piece_of(side: int) -> int:
 
 
 def _check_length(
-    width_of: Callable[[int], int],
-    label: str,
-    tensor: torch.Tensor,
-    shapes: Mapping[str, tuple[int, ...]],
+    width_of: Callable[[int], int], label: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise if a slot's tensor has not `width_of(side)` numbers for each row and column of the matrix."""
     shape = shapes[label]
@@ -118,6 +115,14 @@ class Eigenbasis:
         """Return that of a bucket's parameters of two dimensions whose names match a pattern."""
         shapes = [spec.matrix_shape if spec.numel and is_in(pattern, spec) else None for spec in specs]
         return cls(tuple(spec.name for spec in specs), tuple(shapes))
+
+    def forget_misfits(self, memory: Memory, dtype: torch.dtype) -> None:
+        """Forget bases of another type, and those of whole matrices if these are shards."""
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            held, length = memory[COVARIANCE].get(name), sum(side * piece_of(side) for side in shape or ())
+            if held is None or held.dtype != dtype or len(held) != length:
+                for slot in (COVARIANCE, EIGENVECTORS, VARIANCES):
+                    memory[slot].pop(name, None)
 
     def turned(self, bucket: Bucket, memory: Memory, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of the gradients, in which each matrix M is X."""

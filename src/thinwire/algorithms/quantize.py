@@ -173,6 +173,11 @@ class QuantizePlan(BucketPlan):
         # Every member computes the eigenbasis from the same means, so all must find the same vectors.
         return set() if self.eigenbasis is None else {name_of_eigenvectors(device)}
 
+    def on_state_loaded(self, memory: Memory) -> str:
+        if self.eigenbasis is not None:
+            self.eigenbasis.forget_misfits(memory, self.dtype)
+        return ""
+
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Average in few bits, in two rounds; exactly, in one, if a residual is left from another algorithm.
 

@@ -24,7 +24,7 @@ from thinwire.hooks.stateless import HookState, checked_state
 from thinwire.plan import Plan
 from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import StepOptions
-from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save
+from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save, updated
 from thinwire.sync.stats import Stats
 from thinwire.torch_private import not_compiled
 
@@ -230,7 +230,7 @@ class PowerSGDState(HookState):
         else:
             # Check what can be checked without a model; the first step checks the rest.
             read_state(state)
-            self._loaded, self._strict = copy.deepcopy(dict(state)), strict
+            self._loaded, self._strict = copy.deepcopy(dict(updated(state))), strict
 
     def abandon(self) -> None:
         """Drop a step that an exception in the backward pass has ended, so that the state can be saved."""

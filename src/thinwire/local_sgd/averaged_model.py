@@ -23,10 +23,13 @@ from thinwire.local_sgd.outer import Outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.training_loop import LOADED, Hook
 from thinwire.sync.state import DTYPES, digest_of
+from thinwire.tensors.layout import local_tensor
 from thinwire.torch_private import non_persistent_buffers, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+WRITTEN = -1  # in place of a checksum: the weights had changed before it could be computed
 
 
 @dataclass(eq=False)
@@ -43,7 +46,7 @@ class AveragedModel:
     make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # whether it holds the last average now, not its own values
-    before_load: int | None = None  # the checksum before weights were loaded; None if none were
+    before_load: int | None = None  # the checksum before weights were loaded, or WRITTEN; None if none were
 
     @cached_property
     def device(self) -> torch.device:
@@ -165,9 +168,13 @@ class AveragedModel:
             register: Any = part.register_load_state_dict_pre_hook
             attached.enter_context(register(Hook(self._note_load)))
 
-    def _note_load(self) -> None:
+    def _note_load(self, part: nn.Module, state: Mapping[str, Any], *_: object) -> None:
         if self.before_load is None:
-            self.before_load = self._checksum()
+            own = {local_tensor(parameter).data_ptr() for parameter in part.parameters()} - {0}
+            tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+            # torch.distributed.checkpoint writes to the model's own tensors, and then has it load them.
+            is_written = not own.isdisjoint(local_tensor(tensor).data_ptr() for tensor in tensors)
+            self.before_load = WRITTEN if is_written else self._checksum()
 
     def has_loaded(self) -> bool:
         """Return whether the weights differ from those before loading."""

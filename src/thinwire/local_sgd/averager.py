@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm
-from thinwire.errors import ConfigError, LeftError, StepError
+from thinwire.errors import ConfigError, LeftError, StateError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.inner_optimizers import check_copies, check_owned, refuse_messages, with_wrapped
@@ -173,6 +173,11 @@ class DistributedState:
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         """Load the result of `state_dict`."""
+        if not state["state"]:
+            raise StateError(
+                "the checkpoint was saved before the context was entered, so it has no state of it; save "
+                "inside the context, or load only the model and the optimizer"
+            )
         self._averager.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True))
 
 

@@ -200,11 +200,12 @@ class StaticMembership:
         if statuses[0].unstepped:  # the same on all
             for fragment in unstepped:
                 fragment.set_last(buffers=False)
-            contributor.model.before_load = None
             logger.info(
                 "parameters changed without an optimizer step, equally on all processes: they become the "
                 "last average"
             )
+        if len(unstepped) == len(fragments):  # the model is the last average now
+            contributor.model.before_load = None
         if self.is_open:
             self.finish()
         # Average each by itself as usual, the one that has waited longest first: the same order on all ranks.

@@ -139,15 +139,19 @@ def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
             fragment.restore_last()
 
 
+def _copied(value: Any) -> Any:
+    # The optimizer's own tensors will change.
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu", copy=True)
+    # NumPy's numbers, in which schedules compute rates, are none that `weights_only` accepts.
+    return value.item() if hasattr(value, "item") else copy.deepcopy(value)
+
+
 def saved_outer(model: AveragedModel) -> dict[str, Any] | None:
     """Return the outer optimizer's state, as for whole parameters: copies on the CPU. Collective."""
     if (outer := model.outer) is None:
         return None
-    # Copies: the optimizer's own tensors will change.
-    state: dict[str, Any] = tree_map(
-        lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
-        outer.state_dict(),
-    )
+    state: dict[str, Any] = tree_map(_copied, outer.state_dict())
     for name, parameter, values, key in _tensors(model, outer, state):
         # Tensors of the parameter's shape are sharded as the parameter is; step counts are not.
         if values[key].shape == parameter.shape:

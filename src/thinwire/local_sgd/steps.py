@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.layout import local_tensor
-from thinwire.torch_private import closure_not_compiled
+from thinwire.torch_private import closure_not_compiled, makes_state
 
 
 class Steps(Member):
@@ -94,8 +95,9 @@ class Steps(Member):
         owned = set(map(id, self.module.parameters()))
 
         @closure_not_compiled
-        def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if not self._contributor.is_committing and trains(optimizer, owned):
+        def refuse(optimizer: torch.optim.Optimizer, _: object, options: Any) -> None:
+            is_own = self._contributor.is_committing or makes_state(optimizer, options)
+            if not is_own and trains(optimizer, owned):
                 raise StepError(
                     f"{type(optimizer).__name__} was stepped by itself, so this member's model would differ "
                     "from the others'; call step() of elastic.Steps, which averages and steps"

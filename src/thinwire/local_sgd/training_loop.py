@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from thinwire.adapters.ddp_model import DetachedAdapter, check_options
 from thinwire.adapters.setup import live_objects, trains
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError
-from thinwire.torch_private import closure_not_compiled, comm_hooks, not_compiled
+from thinwire.torch_private import closure_not_compiled, comm_hooks, makes_state, not_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def call_after_steps(
     is also stepped alone, as SAM's `second_step` does with the wrapped one.
     """
     # A step that raises stays the outermost until it is tried again, and that attempt counts.
-    outermost: object = None
+    outermost: Any = None
 
     @closure_not_compiled
     def before(stepping: object, *_: object) -> None:
@@ -53,11 +52,12 @@ def call_after_steps(
         outermost = outermost or stepping
 
     @closure_not_compiled
-    def after(stepping: object, *_: object) -> None:
+    def after(stepping: Any, *given: Any) -> None:
         nonlocal outermost
         if stepping is outermost:
             outermost = None
-            after_step()
+            if not given or not makes_state(stepping, given[1]):
+                after_step()
 
     for optimizer in optimizers:
         attached.enter_context(optimizer.register_step_pre_hook(before))
@@ -119,14 +119,14 @@ def warn_of_uncounted_steps(
 
 
 class Hook:
-    """A hook that ignores its arguments. A copied module is in no context, so its hooks do nothing."""
+    """A hook. A copied module is in no context, so its hooks do nothing."""
 
-    def __init__(self, note: Callable[[], Any] = bool) -> None:
+    def __init__(self, note: Callable[..., object] = lambda *_: None) -> None:
         self._note = note
 
     @not_compiled
-    def __call__(self, *_: object) -> None:
-        self._note()
+    def __call__(self, *given: object) -> None:
+        self._note(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, ()
@@ -136,7 +136,7 @@ def warn_of_ddp(module: nn.Module, transport: Transport, attached: ExitStack) ->
     """Warn once if DDP around a plain module averages its gradients over the group."""
     warned: list[DistributedDataParallel] = []
 
-    def look(ddp: DistributedDataParallel) -> None:
+    def look(ddp: DistributedDataParallel, *_: object) -> None:
         averages = torch.is_grad_enabled() and ddp.require_backward_grad_sync and not comm_hooks(ddp)
         if warned or not averages or not isinstance(transport, ProcessGroupTransport) or transport.rank:
             return
@@ -151,7 +151,7 @@ def warn_of_ddp(module: nn.Module, transport: Transport, attached: ExitStack) ->
 
     for ddp in live_objects(DistributedDataParallel):
         if ddp.module is module:
-            attached.enter_context(ddp.register_forward_pre_hook(Hook(partial(look, ddp))))
+            attached.enter_context(ddp.register_forward_pre_hook(Hook(look)))
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

@@ -268,8 +268,11 @@ class AlgorithmState:
     def take_pending(
         self, specs: Iterable[ParameterSpec], labels: Iterable[str], device: torch.device
     ) -> None:
-        """Move loaded tensors of parameters into memory, if this process holds a part of them."""
+        """Move loaded tensors of a bucket into memory, if this process holds a part of them."""
         held = frozenset(labels)
+        for slot, tensors in self.memory.slots.items():
+            for label in () if slot.is_elementwise else tensors.keys() & held:
+                tensors[label] = tensors[label].to(device)
         for slot, tensors in self.pending.tensors.items():
             for spec in specs:
                 if spec.name in tensors:

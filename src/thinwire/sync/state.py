@@ -291,7 +291,8 @@ def check_model(
     missing, unknown = specs.keys() - loaded.shapes.keys(), loaded.shapes.keys() - specs.keys()
     # A state saved before the first bucket lists no parameters, and fits every model.
     if loaded.shapes and (missing or unknown) and strict:
-        remedy = "" if by_position else ", or pass strict=False to load what both have"
+        shares_none = by_position or missing == specs.keys()
+        remedy = "" if shares_none else ", or pass strict=False to load what both have"
         differs = [f"this model does not train {_first(unknown)}"] if unknown else []
         differs += [f"the state has no {_first(missing)}"] if missing else []
         words = f"the state is of a different model: {', and '.join(differs)}"

@@ -10,6 +10,8 @@ from thinwire import ConfigError, Quantize, StateError
 from thinwire.algorithms import eigenbasis
 from thinwire.algorithms.eigenbasis import EIGENVECTORS, Pair
 from thinwire.simulation import Simulation
+from thinwire.sync import engine_of
+from thinwire.sync.state import read_state
 
 ROWS, COLUMNS = 32, 96
 
@@ -89,3 +91,11 @@ def test_what_is_refused() -> None:
         for wrong in (torch.eye(COLUMNS), torch.ones(7)):
             with pytest.raises(StateError, match="weight"):
                 simulation.syncs[0].load_state_dict({**state, slot: (("weight", wrong),)})
+    for other in (spec("weight", ROWS // 2, COLUMNS), spec("weight", ROWS, COLUMNS, dtype=torch.float64)):
+        resumed = Simulation(Quantize(bits=4, eigenbasis="*"), [(other,)], num_workers=2)
+        for sync in resumed.syncs:
+            engine_of(sync).load(read_state(state))  # as a shard's part: bases of whole matrices start again
+        assert resumed.step([[torch.ones(other.numel, dtype=other.dtype)] for _ in resumed.syncs])
+    loaded = engine_of(simulation.syncs[0]).state
+    loaded.take_pending((), ["weight"], torch.device("meta"))  # as of gradients on an accelerator
+    assert [one["weight"].is_meta for one in loaded.memory.slots.values() if one] == [True] * 3
