@@ -199,36 +199,35 @@ def test_only_a_model_whose_steps_are_averaged_is_attached(argument: str, tmp_pa
         (False, {"RANK": "0", "WORLD_SIZE": "2", "THINWIRE_ATTACH_BUILT": "1"}, False),  # a data worker of it
     ],
 )
-@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("script", ["builds nothing", "attaches by itself", "fails"])
 def test_a_process_that_built_no_model_says_so(
     has_optimizer: bool,
     environment: dict[str, str],
     is_told: bool,
-    by_itself: bool,
+    script: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A script that attaches by itself, to FSDP2 for example, has attached."""
+    """A script that attaches by itself, to FSDP2 for example, has attached; one that fails has said why."""
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     from thinwire.preload import startup  # noqa: PLC0415 - it waits for DDP
 
-    for name in ("thinwire.preload.built_model", *["thinwire.sync"] * (not by_itself)):
+    for name in ("thinwire.preload.built_model", *["thinwire.sync"] * (script != "attaches by itself")):
         monkeypatch.delitem(sys.modules, name)
+    SGD(nn.Linear(2, 2).parameters())
+    assert startup.has_made_an_optimizer()
     monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: has_optimizer)
     for name, value in ({"WORLD_SIZE": "1", AVERAGED: str(tmp_path / "attached")} | environment).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "last_value", OSError() if script == "fails" else None, raising=False)
     startup.end_process()
-    assert ("nothing was attached" in capsys.readouterr().err) == (is_told and not by_itself)
-    assert (tmp_path / "attached").exists() == by_itself
-
-
-def test_a_process_that_trains_has_made_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    from thinwire.preload import startup  # noqa: PLC0415 - it waits for DDP
-
-    SGD(nn.Linear(2, 2).parameters())
-    assert startup.has_made_an_optimizer()
+    monkeypatch.setattr(built_model, "_waiting", {"a model that the script built"})
+    built_model._end_runs()
+    told = capsys.readouterr().err
+    assert ("nothing was attached" in told) == (is_told and script == "builds nothing")
+    assert ("no forward pass" in told) == (script != "fails")
+    assert (tmp_path / "attached").exists() == (script == "attaches by itself")
 
 
 def started_otherwise() -> list[str]:

@@ -365,7 +365,7 @@ def _end_runs() -> None:
     for run in list(_runs):
         run.end()
         _runs.discard(run)
-    if _waiting and os.environ.get("RANK", "0") == "0":
+    if _waiting and os.environ.get("RANK", "0") == "0" and getattr(sys, "last_value", None) is None:
         _say("a model stays as it is: it made no forward pass in training mode, with gradients")
     _waiting.clear()
 

@@ -72,12 +72,12 @@ def end_process() -> None:
     if os.environ.get("RANK", "0") != "0" or MODULE not in sys.modules:
         return
     trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_made_an_optimizer()
-    # Processes that a rank spawns, such as data workers, inherit its RANK.
-    if trains and BUILT not in os.environ:
+    # Processes that a rank spawns, such as data workers, inherit its RANK. A script that failed has said why.
+    if trains and BUILT not in os.environ and getattr(sys, "last_value", None) is None:
         print(
             "thinwire attach: nothing was attached: no DistributedDataParallel was built. If this was the "
             "only process, start several, such as by torchrun; FSDP2 takes thinwire.attach in the script "
-            "(docs/sharded.md)",
+            "(docs/sharded.md), FSDP1 and DeepSpeed average by themselves",
             file=sys.stderr,
         )
 
