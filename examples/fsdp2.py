@@ -55,7 +55,7 @@ def main(shards: int) -> None:
     model: Any = ByteModel().to(device)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["shard"])
-    sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), replicas=mesh["replicate"])
+    sync = thinwire.attach(model, thinwire.Quantize(bits=4), replicas=mesh["replicate"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     draws = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with PowerSGD. Run: torchrun --nproc-per-node 2 examples/transformers_trainer.py."""
+"""Hugging Face's Trainer with 4 bits. Run: torchrun --nproc-per-node 2 examples/transformers_trainer.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     trainer = Trainer(model, arguments, train_dataset=Windows())
-    thinwire_callback = attach(trainer, thinwire.PowerSGD(matrix_rank=4, warmup_steps=2))
+    thinwire_callback = attach(trainer, thinwire.Quantize(bits=4))
     trainer.train(resume_from_checkpoint=str(options.resume) if options.resume else None)
 
     checksum = sum(p.detach().double().sum().item() for p in model.parameters())

@@ -19,12 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 from unittest.mock import patch
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore
-
 from thinwire.errors import ConfigError
-from thinwire.local_job import STORE_VARIABLE, is_in_local_job
-from thinwire.local_sgd.groups.torchft_group import LAUNCHER
+from thinwire.local_job import LAUNCHER, STORE_VARIABLE, is_in_local_job
 
 LOOK_EVERY_SECONDS = 0.05
 END_WITHIN_SECONDS = 10.0
@@ -268,6 +264,9 @@ def loopback_interface() -> str:
 
 def join_group(backend: str, *, timeout_seconds: float) -> None:
     """Make the default process group: through a `LocalJob`'s file, or else from torchrun's variables."""
+    import torch.distributed as dist  # noqa: PLC0415 - slow to import; a command may only start processes
+    from torch._C._distributed_c10d import FileStore  # noqa: PLC0415
+
     where: dict[str, Any] = {}
     if is_in_local_job():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -278,6 +277,9 @@ def join_group(backend: str, *, timeout_seconds: float) -> None:
 @contextmanager
 def group_of_one() -> Iterator[None]:
     """Make a default process group of only this process, which listens only on the loopback interface."""
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch._C._distributed_c10d import HashStore  # noqa: PLC0415
+
     # Otherwise Gloo would listen on the address of this machine's name, which others may reach.
     with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
         # A store in memory: there are no others to find, and no port is opened.
@@ -290,6 +292,8 @@ def group_of_one() -> Iterator[None]:
 
 def leave_group() -> None:
     """Destroy the default process group, after garbage that keeps it alive."""
+    import torch.distributed as dist  # noqa: PLC0415
+
     # A DDP model in an uncollected cycle would keep the backend's threads running until the interpreter ends,
     # and then they sometimes abort.
     gc.collect()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: their rendezvous file
+LAUNCHER = "THINWIRE_LAUNCHER_PID"  # there, too: the command that started this process or an ancestor
 
 
 def is_in_local_job() -> bool:

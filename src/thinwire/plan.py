@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import ConfigError
+from thinwire.wire import compression_ratio
 
 __all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "ParameterSpec", "Plan", "Route", "compression_ratio"]
 
@@ -179,16 +180,6 @@ class Plan:
         of = f"machine of {self.processes} processes" if self.processes > 1 else "process"
         rounds = f"{self.rounds} round{'' if self.rounds == 1 else 's'} a step"
         return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f} (of each {of}), {rounds}"
-
-
-def compression_ratio(gradient_bytes: float, message_bytes: float) -> float:
-    """Return uncompressed over compressed bytes; 1.0 where nothing was sent.
-
-    Args:
-        gradient_bytes: Uncompressed.
-        message_bytes: Compressed.
-    """
-    return gradient_bytes / message_bytes if message_bytes else 1.0
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -19,6 +19,11 @@ MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_BYTES = 1 << 22, 1 << 19
 MAX_GATHERED_SUM_BYTES = 1 << 16
 
 
+def compression_ratio(gradient_bytes: float, message_bytes: float) -> float:
+    """Return uncompressed over compressed bytes; 1.0 where nothing was sent."""
+    return gradient_bytes / message_bytes if message_bytes else 1.0
+
+
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
     """Return the bytes that each member sends, and receives, on the wire; for an all-reduce, as a ring.
 

@@ -86,9 +86,9 @@ def test_members_choose_alike_again_when_the_link_changes(
     assert [(plan["step"], plan["algorithm"]) for plan in plans[1:]] == changes
     first, again, second, *others = caplog.messages
     assert len(others) == 2
-    assert first.startswith(f"thinwire.auto: from step {ALL_TRIALS} on: A step with PowerSGD(matrix_rank=4)")
+    assert first.startswith(f"thinwire.auto: from step {ALL_TRIALS} on: Chosen: PowerSGD(matrix_rank=4)")
     assert again.endswith("choosing again")
-    assert "A step with AllReduce() 20 ms." in second
+    assert "Chosen: AllReduce() 20 ms a step." in second
 
 
 def choosers_of(

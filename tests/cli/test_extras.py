@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from commands import run_python
+from thinwire import AllReduce
 from thinwire.errors import MissingExtraError
+from watch.test_report import watched
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -58,13 +60,17 @@ def test_a_package_that_the_command_line_lacks_is_named(package: str) -> None:
     assert (done.returncode, done.stderr) == (2, f"thinwire: the command line needs {package}: {remedy}\n")
 
 
-def test_advise_answers_without_torch() -> None:
+ASKED = "advise --parameters=350M --compute=0.8s --rate=1gbit"
+PRINTED = {ASKED: "Do this: ", f"{ASKED} --steps=0": "total_steps must be", "report run.jsonl": "saved as"}
+PRINTED |= {"--help": "Commands", "--version": "thinwire 0", "lab --machines=0 -- true": "machines must be"}
+
+
+@pytest.mark.parametrize("typed", PRINTED)
+def test_a_command_that_needs_no_torch_imports_none(typed: str, tmp_path: Path) -> None:
     """Importing it would take longer than the answer."""
-    asked = "--parameters=350M", "--compute=0.8s", "--rate=1gbit"
-    done = run_python("-u", "-c", WITHOUT.format("'torch'", "thinwire"), "advise", *asked)
-    assert done.stdout.startswith("Do this: ")
-    done = run_python("-u", "-c", WITHOUT.format("'torch'", "thinwire"), "advise", *asked, "--steps=0")
-    assert done.stderr.startswith("thinwire: total_steps must be")
+    watched(tmp_path / "run.jsonl", AllReduce())
+    done = run_python("-u", "-c", WITHOUT.format("'torch'", "thinwire"), *typed.split(), cwd=tmp_path)
+    assert PRINTED[typed] in done.stdout + done.stderr
 
 
 def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:

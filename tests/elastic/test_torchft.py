@@ -20,7 +20,7 @@ from commands import EXAMPLES, assert_compressed_and_agreed, run_python, stand_i
 from job import PATIENCE_SECONDS, Job
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.local_sgd.groups import torchft_client, torchft_group
+from thinwire.local_sgd.groups import torchft_client
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.filterwarnings(
@@ -87,7 +87,7 @@ def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setenv(torchft_group.LAUNCHER, str(gone.pid))
+    monkeypatch.setenv("THINWIRE_LAUNCHER_PID", str(gone.pid))
     with pytest.raises(CommunicationError, match=f"process {gone.pid}, which started this member"):
         TorchftGroup("http://127.0.0.1:1")
 

@@ -60,15 +60,15 @@ def attach(
             processes, more than one, each machine averages exactly inside first and sends everything once;
             see docs/machines.md. True reads the layout from the variables of torchrun, srun or mpirun. Or
             give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of (machines, processes of each).
-            With False each process sends for itself.
+            With False each process sends by itself.
         grad_scaler: The scaler that scales the loss. If something else scales it, a function that returns the
-            factor by which the current step's loss was multiplied. Error memory is then kept in unscaled
+            factor by which the current step's loss was multiplied. The residual is then kept in unscaled
             units, so that a change of scale changes no result.
         host_check: Whether the host waits for the device in each step to see whether all means are finite
             (`on_nonfinite` says when this is checked at all). With False it mostly does not wait, and steps
             that are not finite count in `steps`. "auto" is False for low-rank algorithms on accelerators,
             unless with `find_unused_parameters` or "raise", else True; see docs/ddp.md#without-a-host-check.
-        on_nonfinite: What happens on all processes in a step in which a mean is not finite. Error memory
+        on_nonfinite: What happens on all processes in a step in which a mean is not finite. The residual
             always stays as it was. "nan": all gradients become NaN, so that a `GradScaler` skips the step;
             without a scaler the model is lost, and this is logged once. "zero": all become zero; an optimizer
             with momentum or weight decay still moves the parameters. "raise": `backward()` raises

@@ -68,7 +68,7 @@ def overlap_forward(
     `copy.deepcopy`. The optimizer's `state_dict()` steps all first, as does the handle's `flush()`: call that
     before you read a tensor that you hold, or the optimizer's `state`.
 
-    Call it on every process that trains the model. Each process sends for itself, even on a shared machine.
+    Call it on every process that trains the model. Each process sends by itself, even on a shared machine.
 
     Args:
         model: A `DistributedDataParallel` model whose loss uses all trained parameters.

@@ -150,7 +150,7 @@ class Advice:
         if self.nothing_to_win:
             yield "Nothing more to win: a step takes about as long without any averaging."
         elif not best.is_lossy:
-            yield f"No approximation within the budget wins more than {self.least_gain:.0%} for sure."
+            yield f"No approximation within the budget is certainly at least {self.least_gain:.0%} faster."
         if len(self.tied) > 1:
             names = "; ".join(prediction.name for prediction in self.tied)
             least = "is expected to lose the least; of equal gaps the most bits win"

@@ -136,13 +136,13 @@ class Auto:
     def __str__(self) -> str:
         if self.chosen is None or self.is_choosing:
             return "no choice yet"
-        why = f"Nothing rougher within the budget wins more than {self._rules.least_gain:.0%} for sure."
+        why = f"No approximation within the budget is certainly at least {self._rules.least_gain:.0%} faster."
         if self.chosen.is_lossy:
             why = self.chosen.loss.in_words
         elif len(self.trials) == 2:
             why = none_within(self._rough, self._rules.budget_loss)
         tried = ", ".join(map(_timed, self.trials))
-        return "\n".join([f"A step with {_timed(self.chosen)}. {why}", *self._notes, f"Tried: {tried}."])
+        return "\n".join([f"Chosen: {_timed(self.chosen)} a step. {why}", *self._notes, f"Tried: {tried}."])
 
     # A generator, so that trials and checks read from top to bottom: each `yield` is a step of the run.
     def _follow(self) -> Generator[None, float, None]:

@@ -34,8 +34,8 @@ def notes_on_link(link: MeasuredLink, num_processes: int, device: str) -> Iterat
     probe, predicted_processes = link.probe, link.members * link.shards * link.processes
     if link.processes > 1:
         yield (
-            f"Predicted for {link.members} machines of {link.processes} processes, which average inside of a "
-            "machine first, as if nothing hid that (docs/machines.md): bytes are those that leave a machine."
+            f"Predicted for {link.members} machines of {link.processes} processes, which average inside a "
+            "machine first, none of it hidden (docs/machines.md): bytes are those that leave a machine."
         )
     if link.shards > 1:
         shared = f"the {link.shards} of a replica share one link"

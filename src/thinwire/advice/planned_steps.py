@@ -49,7 +49,7 @@ def advise_by_size(
         "Predicted for a transformer of typical shapes, gradients in fp32, in DDP's buckets of 25 MB, "
         f"and the arithmetic of {ARITHMETIC_SOURCE}. On CPUs compression takes many times as long.",
         *notes_on_link(unnamed, 1, link.probe.device),
-        *(["Averaging inside of a machine is taken to cost nothing."] if is_free_inside else []),
+        *(["Averaging inside a machine is taken to cost nothing."] if is_free_inside else []),
         "thinwire.advise(model, one_step, probe) makes the same table from timed steps of your own model.",
     )
     return steps.advice(link, LEAST_GAIN, checked_budget(budget_loss), notes)

@@ -65,8 +65,8 @@ class TopK(Algorithm):
     Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for each
     chunk; the residual, fp32 (fp64 for fp64 gradients), of the size of the gradients; one host
     synchronisation, for the finite check (none without `host_check`). The arithmetic takes as long as about
-    13 copies of the gradients on one CPU thread with Numba (25 without), and one or two more per member
-    beyond two; or five Triton launches per bucket, for chunks up to 4,096 with at most 1,024 entries sent.
+    30 copies of the gradients on one CPU thread, and one or two more per member beyond two; or five Triton
+    launches per bucket, for chunks up to 4,096 with at most 1,024 entries sent.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.errors import ConfigError, ThinwireError
@@ -85,12 +86,22 @@ def build_app() -> typer.Typer:
             typer.echo(f"thinwire {__version__}")
             raise typer.Exit
 
+    if sys.argv[1:] in (["--help"], ["--version"]):
+        for name in COMMANDS:
+            app.command(name, help=_docstring(name))(lambda: None)
+        return app
     # A command that was typed is imported alone: most of the others import torch.
     for name in set(sys.argv[1:2]).intersection(COMMANDS) or COMMANDS:
         # All arguments after the script of `run`, or the command of `attach`, belong to it, even options.
         context = {"allow_interspersed_args": False} if name in ("run", "attach") else None
         app.command(context_settings=context)(getattr(import_module(f"thinwire.cli.{name}"), name))
     return app
+
+
+def _docstring(name: str) -> str:
+    """Return a command's help, without importing it, which would import torch."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return source.partition(f"\ndef {name}(")[2].split('"""')[1]
 
 
 def _write_what_is_left() -> None:

@@ -37,9 +37,7 @@ def advise(  # noqa: PLR0913 - one for each fact of a run
         None, help="The optimizer, such as AdamW.", show_default="the one that loses most"
     ),
     steps: int | None = typer.Option(
-        None,
-        help="Steps of the whole run: few bits lose more in short runs.",
-        show_default="the fewest measured",
+        None, help="Steps of the run: in short ones few bits lose more.", show_default="the fewest measured"
     ),
     budget_loss: str = typer.Option(
         "1%", metavar="SHARE", help="The largest loss to accept, such as 0.5%, or any."

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import typer
 
 from thinwire.checks import processes_here
@@ -18,11 +18,12 @@ from thinwire.errors import ConfigError
 from thinwire.launch import LocalJob, join_group, leave_group, python_module
 from thinwire.local_job import is_in_local_job
 
+if TYPE_CHECKING:
+    import torch
+
 # Options of commands that run on the processes of a job.
 PROCESSES = typer.Option(
-    None,
-    help="Start this many processes on this machine, over its loopback interface only.",
-    show_default="this is a process of a job",
+    None, help="Start this many processes here, over the loopback interface only.", show_default="join a job"
 )
 BACKEND = typer.Option(
     None, metavar="NAME", help="The backend of torch.distributed.", show_default="nccl with a GPU, else gloo"
@@ -56,6 +57,8 @@ def joined_job(
     command: str, backend: str | None, *, timeout_seconds: float = 600.0
 ) -> Iterator[torch.device]:
     """Join the job's default process group (NCCL if there is a GPU, else Gloo), and yield the device."""
+    import torch  # noqa: PLC0415 - slow to import, needed here alone
+
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         start = f"torchrun --nproc-per-node 2 --no-python thinwire {command}"
         raise ConfigError(

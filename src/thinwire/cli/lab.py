@@ -30,15 +30,12 @@ def lab(
         None, metavar="M:RATE", help="The rate of machine M (from 0), such as 2:10mbit; may be repeated."
     ),
     grace_seconds: float = typer.Option(
-        30.0,
-        help=(
-            "How long the other processes may continue after one has failed, before they are asked to end."
-        ),
+        30.0, help="Seconds that the others may continue after one has failed, before they are asked to end."
     ),
     report: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="Write a JSON report there: exit code, seconds of each process and bytes of each machine.",
+        help="JSON of the exit code, seconds of each process and bytes of each machine.",
     ),
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.

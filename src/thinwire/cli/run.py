@@ -29,10 +29,7 @@ def run(
         1, metavar="N", help="Processes of each member, which train one DDP or FSDP2 model together."
     ),
     lighthouse: str | None = typer.Option(
-        None,
-        metavar="URL",
-        help="A running lighthouse, such as http://10.0.0.1:29510.",
-        show_default="start one",
+        None, metavar="URL", help="One that runs, such as http://10.0.0.1:29510.", show_default="start one"
     ),
     host: str | None = typer.Option(
         None,
@@ -42,11 +39,7 @@ def run(
     port: int = typer.Option(0, help="Port of the lighthouse to start.", show_default="a free one"),
     max_restarts: int = typer.Option(3, help="How often a member that dies is restarted."),
     grace_seconds: float = typer.Option(
-        30.0,
-        help=(
-            "How long members may take to leave, after Ctrl-C, SIGTERM, or when others have finished and "
-            "too few remain to continue."
-        ),
+        30.0, help="Seconds to leave, after Ctrl-C, SIGTERM, or if others have finished and too few remain."
     ),
 ) -> None:
     """Start members that come and go: a script with `thinwire.elastic`, several times on this machine.

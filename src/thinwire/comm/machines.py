@@ -73,7 +73,7 @@ class Machines:
 
 
 def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> Machines | None:
-    """Return this process's two groups; None if each process sends for itself. Collective.
+    """Return this process's two groups; None if each process sends by itself. Collective.
 
     It raises `AgreementError` if processes disagree on the layout, `ConfigError` if the given layout does not
     divide the group.
@@ -292,7 +292,7 @@ def _filled_in_turn(ranks: Sequence[int], everyone: Mapping[int, LocalRank]) -> 
 
 
 def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
-    """Return why each process sends for itself, if host names show shared machines; else "". Collective.
+    """Return why each process sends by itself, if host names show shared machines; else "". Collective.
 
     Cost: two gathers of up to 32 bytes, for four or more processes without a launcher's variables.
     """

@@ -79,7 +79,7 @@ class PowerSGDState(HookState):
         batch_tensors_with_same_shape: Accepted but not used: matrices are always batched where that helps.
         options: Not in torch: `grad_scaler`, `host_check`, `on_nonfinite` and `machines`, by name, as in
             `thinwire.attach`. Without `grad_scaler` the error is in units of the scaled loss, as in torch's
-            state; without `machines` each process sends for itself.
+            state; without `machines` each process sends by itself.
 
     `matrix_approximation_rank`, `start_powerSGD_iter`, `min_compression_rate`, `use_error_feedback` and
     `warm_start` can be set between steps, to the same value on every process. They take effect from the next

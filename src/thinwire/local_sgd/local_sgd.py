@@ -40,8 +40,8 @@ class LocalSGD(ModelAverager, Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
     A context manager around the training loop. Every process of the group enters it. Each process sends the
-    *change* of its parameters since the last averaging: `algorithm` can be any of Thinwire's, with its error
-    memory. After an averaging all processes hold the same parameters to the bit, written in place.
+    *change* of its parameters since the last averaging: `algorithm` can be any of Thinwire's, with its
+    residual. After an averaging all processes hold the same parameters to the bit, written in place.
 
     The warm-up and all averaging within subgroups are plain data-parallel training: without `outer`, and
     exact except for `warmup.algorithm`. A DDP model's parameters are averaged once, exactly, at the end of

@@ -122,7 +122,7 @@ class Probe:
         return ""
 
     def pair_bytes_per_second(self, *, inside: bool) -> float | None:
-        """Return the rate of links inside of `nodes`, or between them; None if it is unknown."""
+        """Return the rate of links inside `nodes`, or between them; None if it is unknown."""
         node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
         rates = [
             pair.message_bytes / pair.seconds

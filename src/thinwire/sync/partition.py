@@ -238,7 +238,7 @@ class IntraNodePartition:
             whole = torch.zeros(moved[name].numel, dtype=moved[name].memory_dtype, device=on)
             if name in tensors:
                 whole[self.held(name)] = tensors.pop(name)
-            self.intra_node.all_reduce(whole, f"moving the {kind} of {name} inside of a machine").wait()
+            self.intra_node.all_reduce(whole, f"moving the {kind} of {name} inside a machine").wait()
             elements = ranges[name][self.intra_node.rank]
             if _length(elements):
                 tensors[name] = whole[elements].clone()

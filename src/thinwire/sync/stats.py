@@ -83,7 +83,7 @@ class Stats:
             f"{self.exposed_seconds:.2f} not hidden behind the backward pass",
         ]
         if self.inside_bytes:
-            lines.insert(2, f"inside of the machine this process sent {self.inside_bytes:,} bytes")
+            lines.insert(2, f"inside the machine this process sent {self.inside_bytes:,} bytes")
         if self.relative_error:
             # The extremes and one name: a model has hundreds of routes.
             worst = max(self.relative_error, key=lambda label: self.relative_error[label])

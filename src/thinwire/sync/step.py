@@ -131,7 +131,7 @@ class Step:
             return
         # The machine reduces it first. The bucket before has mostly arrived by now, and is sent.
         by_rank = bucket.parts.by_rank(bucket.flat)
-        purpose = f"{self._name}, the mean inside of the machine of the bucket of {bucket.specs[0].name}"
+        purpose = f"{self._name}, the mean inside the machine of the bucket of {bucket.specs[0].name}"
         work = self._intra_node.scatter_mean(by_rank, bucket.parts.lengths, purpose)
         self._traffic.inside_bytes += bucket.parts.inside_bytes
         self._reduces.append((by_rank, work))

@@ -13,9 +13,9 @@ import numpy
 from matplotlib.figure import Figure
 
 from thinwire.errors import ConfigError
-from thinwire.plan import compression_ratio
 from thinwire.version import __version__
 from thinwire.watch.records import Record, Run
+from thinwire.wire import compression_ratio
 
 MAX_POINTS = 200  # per curve: drawing takes time
 STYLE = """

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from thinwire.checks import number
 from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
+from thinwire.local_job import LAUNCHER
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
 from thinwire.local_sgd.groups.torchft_client import (
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
-LAUNCHER = "THINWIRE_LAUNCHER_PID"  # the `thinwire run` that started this process or an ancestor
 MEMBER = "THINWIRE_MEMBER"  # this member's number under `thinwire run`, for scripts
 ASKED = "THINWIRE_ASKED"  # a folder of `thinwire run` where members that reach the lighthouse leave a file
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
