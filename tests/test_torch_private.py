@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from importlib import import_module
+from importlib import import_module, reload
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ def test_a_ddp_model_that_is_half_constructed_has_no_parameters() -> None:
     assert torch_private.ddp_parameters(DistributedDataParallel.__new__(DistributedDataParallel)) == []
 
 
-def test_a_refused_hook_leaves_the_one_before() -> None:
+def test_a_refused_hook_leaves_the_one_before_and_a_group_ends_with_its_threads() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 4))
@@ -45,6 +45,11 @@ def test_a_refused_hook_leaves_the_one_before() -> None:
         torch_private.forget_refused_hook(model, "noop_hook")
         assert [state for _, state in torch_private.comm_hooks(model)] == ["first"]
         assert torch_private.ddp_logging_data(model)["comm_hook"] == "noop_hook"
+        # Imported only now, it would keep the group, and Gloo's threads, until Python ends.
+        functional = reload(import_module("torch.distributed.nn.functional"))
+        assert functional.gather.__defaults__ == (0, dist.group.WORLD)
+        torch_private.release_default_group()
+        assert functional.gather.__defaults__ == (0, None)
     finally:
         dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ from job import PATIENCE_SECONDS, Job
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.local_sgd.groups import torchft_client, torchft_group
+from thinwire.local_sgd.groups.group import NoQuorumError
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.filterwarnings(
@@ -147,7 +148,13 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         assert [each / asked[0] for each in asked[:3]] == [1, 1, 2]
         assert asked[0] == timedelta(seconds=7.5)
         assert asked[3] <= timedelta(seconds=20)
-        group.is_leaving = lambda: True
+        group.wait_seconds = 0.0
+        with (
+            patch.object(group._manager, "start_quorum", side_effect=TimeoutError("status: Cancelled")),
+            pytest.raises(NoQuorumError, match=r"no quorum in 0.1 s. Check on its page"),
+        ):
+            group.start_quorum()
+        group.wait_seconds, group.is_leaving = 20.0, lambda: True
         with (
             patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer")),
             pytest.raises(LeftError, match=r"the lighthouse .* does not answer"),

@@ -23,12 +23,14 @@ from thinwire.comm.p2p import POSTED_AHEAD, TAGS, PeerExchange, TwoStepAllReduce
 from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
-from thinwire.torch_private import default_store, is_profiling, timeout_of, unrecorded
+from thinwire.torch_private import default_store, is_profiling, release_default_group, timeout_of, unrecorded
 from thinwire.wire import Collective, p2p_limits
 
 Result = TypeVar("Result")
 BackendWork: TypeAlias = "dist.Work | Work"
 Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
+
+release_default_group()  # before an optimizer is used: this module is loaded when training is set up
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

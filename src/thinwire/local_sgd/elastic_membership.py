@@ -24,6 +24,7 @@ from thinwire.local_sgd.admission import (
     next_lineage,
 )
 from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
+from thinwire.local_sgd.groups.group import NoQuorumError
 from thinwire.local_sgd.groups.machine_group import (
     BrokenMemberError,
     in_all_processes,
@@ -149,7 +150,7 @@ class ElasticMembership:
             except RefusedError as refused:
                 self.leave()
                 raise refused.error from None
-            except (BrokenMemberError, LeftError):
+            except (BrokenMemberError, LeftError, NoQuorumError):
                 self.leave()
                 raise
             except (CommunicationError, TryAgainError) as error:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from thinwire.checks import number
 from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.group import Group, NoQuorumError
 from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
 from thinwire.local_sgd.groups.torchft_client import (
     OLDEST,
@@ -52,7 +52,7 @@ class TorchftGroup(Group):
     """A member of a group whose members find each other through a torchft lighthouse.
 
     The lighthouse knows which members are alive and which take part in an averaging; it carries no tensors.
-    Start it with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. Run everything in a private
+    Start it with `torchft_lighthouse --min_replicas 1 --join_timeout_ms 60000`. Run everything in a private
     network: `docs/elastic-faults.md` says what the ports of lighthouse and members accept, and from whom.
 
     After `init_process_group` the processes of that group are one member, and each makes this. Collective.
@@ -204,24 +204,27 @@ class TorchftGroup(Group):
         # for stragglers: so the time to the next request doubles, until it exceeds any grace period.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
+            limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
             try:
-                left = timedelta(seconds=max(0.1, give_up_at - time.monotonic()))
-                self._manager.start_quorum(timeout=min(patience, left))
+                self._manager.start_quorum(timeout=limit)
                 return
             except (RuntimeError, TimeoutError, LighthouseGoneError) as error:
                 # Otherwise the next call would raise the same error before it asks.
                 self._manager._quorum_future = None
+                # It may wait for other members; torchft's own text does not say so.
+                late = f"no quorum in {limit.total_seconds():.3g} s"
+                why = late if isinstance(error, TimeoutError) else error
                 if time.monotonic() >= give_up_at:
-                    raise CommunicationError(
+                    raise NoQuorumError(
                         f"no quorum of at least {self.min_members} members within {self.wait_seconds:g} s "
-                        f"at the lighthouse {self._lighthouse}: {error}. Check on its page who has joined"
+                        f"at the lighthouse {self._lighthouse}: {why}. Check on its page who has joined"
                     ) from error
                 if self.is_leaving():
                     raise LeftError(
                         "this member has left the group, and its unsent changes are lost: the lighthouse "
-                        f"{self._lighthouse} does not answer ({error}), so no member can be found"
+                        f"{self._lighthouse} does not answer ({why}), so no member can be found"
                     ) from error
-                logger.warning("the lighthouse %s has not answered: %s; retrying", self._lighthouse, error)
+                logger.warning("the lighthouse %s has not answered: %s; retrying", self._lighthouse, why)
                 time.sleep(PAUSE_SECONDS)
                 patience *= 1 if isinstance(error, LighthouseGoneError) else 2
 
