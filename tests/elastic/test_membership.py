@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -628,3 +630,15 @@ def test_who_has_waited_long_enough_for_a_quorum_leaves() -> None:
     with patch.object(group, "start_quorum", asked), pytest.raises(NoQuorumError):
         LocalSGD(model, optimizer, every_steps=2, group=group).__enter__()
     assert asked.call_count == 1
+
+
+def test_sigterm_makes_this_process_leave_and_ends_one_that_it_forks() -> None:
+    group = alone()
+    group.leaves_on_sigterm = True
+    with LocalSGD(*linear_and_sgd(), every_steps=2, group=group) as local:
+        forked = get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGTERM,))
+        forked.start()
+        forked.join()
+        assert forked.exitcode == -signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+        assert local.is_leaving

@@ -162,6 +162,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             group.start_quorum()
     finally:
         group.leave()
+    assert group._client.has_left
 
 
 def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +182,11 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
         connection.close()
 
     client = torchft_client.QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), lighthouse)
+    client.has_left = True  # after Ctrl-C: Python would wait for the request
+    with pytest.raises(torchft_client.LighthouseGoneError):
+        client._quorum(step=0)
+    client.has_left = False
+    asked.clear()
     threading.Thread(target=end).start()
     with pytest.raises(torchft_client.LighthouseGoneError, match="ended before it answered"):
         client._quorum(step=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import threading
 from abc import abstractmethod
@@ -92,7 +93,16 @@ class Member(Averager):
             # is left ends the process.
             in_main_thread = threading.current_thread() is threading.main_thread()
             if membership.group.leaves_on_sigterm and in_main_thread:
-                previous = signal.signal(signal.SIGTERM, lambda number, frame: self.leave())
+                own = os.getpid()
+
+                def told(number: int, frame: object) -> None:
+                    if os.getpid() == own:
+                        self.leave()
+                    else:  # forked inside the context: end
+                        signal.signal(number, signal.SIG_DFL)
+                        signal.raise_signal(number)
+
+                previous = signal.signal(signal.SIGTERM, told)
                 # None is a handler that was not installed from Python; Python can't restore it.
                 restored = signal.SIG_DFL if previous is None else previous
                 attached.callback(signal.signal, signal.SIGTERM, restored)

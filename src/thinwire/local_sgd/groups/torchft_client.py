@@ -40,6 +40,8 @@ class QuorumClient:
         LighthouseGoneError: The lighthouse has ended: an idle connection to it has broken.
     """
 
+    has_left = False  # may be set: ends a request, for which Python would wait when it ends
+
     def __init__(self, inner: Any, manager: Any, group: ConfiguredGroup, lighthouse: str) -> None:
         self._inner, self._manager, self._group = inner, manager, group
         parts = urlsplit(lighthouse)
@@ -67,7 +69,7 @@ class QuorumClient:
         # outlast the call: they would join a quorum for a member that is training.)
         threading.Thread(target=ask, name="thinwire_quorum", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
-            if self._is_broken():
+            if self.has_left or self._is_broken():
                 raise LighthouseGoneError("it ended before it answered")
         quorum = answer.result()
         if quorum.replica_ids != self._members:

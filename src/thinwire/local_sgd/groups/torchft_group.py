@@ -274,6 +274,7 @@ class TorchftGroup(Group):
         # The manager first: once its heartbeat has stopped, no member expects messages from this one.
         # Aborting the group ends Gloo's threads: at interpreter exit, a thread that still holds a Python
         # object could abort the process.
+        self._client.has_left = True
         self._manager.shutdown(wait=False)
         self._group.abort()
         self._client.close()
