@@ -632,6 +632,7 @@ def test_who_has_waited_long_enough_for_a_quorum_leaves() -> None:
     assert asked.call_count == 1
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 or later, of forks
 def test_sigterm_makes_this_process_leave_and_ends_one_that_it_forks() -> None:
     group = alone()
     group.leaves_on_sigterm = True
