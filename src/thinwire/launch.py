@@ -290,8 +290,7 @@ def group_of_one() -> Iterator[None]:
 
 def leave_group() -> None:
     """Destroy the default process group, after garbage that keeps it alive."""
-    # A DDP model in an uncollected cycle would keep the backend's threads running until the interpreter ends,
-    # and then they sometimes abort.
+    # A DDP model in an uncollected cycle keeps the backend's threads, which sometimes abort Python's end.
     gc.collect()
     dist.destroy_process_group()
 

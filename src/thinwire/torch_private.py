@@ -264,10 +264,8 @@ def num_groups() -> int:
 
 
 def release_default_group() -> None:
-    """Let `destroy_process_group` end the default group's threads: as Python ends, one might abort it.
-
-    Optimizers import this module of torch, and its default arguments keep a group that exists by then.
-    """
+    """Let `destroy_process_group` end the default group's threads: at Python's end, one might abort it."""
+    # Optimizers import this module of torch, and its default arguments keep a group that exists by then.
     for function in filter(isfunction, vars(import_module("torch.distributed.nn.functional")).values()):
         defaults = function.__defaults__ or ()
         function.__defaults__ = tuple(None if isinstance(it, dist.ProcessGroup) else it for it in defaults)

@@ -422,10 +422,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         "the model was converted",
     ),
     "a layer more": (lambda model: model.module.append(nn.Conv2d(8, 8, 1)), "3.weight is trained, but DDP"),
-    "another layer": (
-        lambda model: model.module.__setitem__(0, nn.Linear(24, 48)),
-        REPLACED,
-    ),
+    "another layer": (lambda model: model.module.__setitem__(0, nn.Linear(24, 48)), REPLACED),
     "another parameter": (
         lambda model: setattr(model.module[0], "weight", nn.Parameter(model.module[0].weight.detach())),
         REPLACED,

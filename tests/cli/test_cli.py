@@ -121,12 +121,7 @@ FOLDERS = ["demo --output {}", "attach --checkpoint {} -- true"]
     ],
 )
 def test_a_path_that_can_not_be_written_is_refused_before_the_work(
-    commands: list[str],
-    path: str,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    typed: Typed,
+    commands: list[str], path: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     for name in ("folder", "locked"):
         (tmp_path / name).mkdir()

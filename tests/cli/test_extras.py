@@ -55,10 +55,7 @@ def test_lightnings_way_to_register_a_hook_needs_no_lightning() -> None:
 def test_a_package_that_the_command_line_lacks_is_named(package: str) -> None:
     done = run_python("-u", "-c", WITHOUT.format(f"'{package}'", "thinwire"))
     remedy = "pip install '.[cli]' in a clone of Thinwire"
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"thinwire: the command line needs {package}: {remedy}\n",
-    )
+    assert (done.returncode, done.stderr) == (2, f"thinwire: the command line needs {package}: {remedy}\n")
 
 
 def test_advise_answers_without_torch() -> None:

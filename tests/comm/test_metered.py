@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.comm import (
-    InProcessTransport,
-    Metered,
-    Transport,
-    run_members,
-)
+from thinwire.comm import InProcessTransport, Metered, Transport, run_members
 
 
 def send_all_kinds(transport: Transport) -> None:

@@ -177,10 +177,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     ),
     "entered twice": (entered_twice, "StepError: this LocalSGD was already entered"),
     "average after": (averaged_outside, "StepError: average() was called outside"),
-    "state before": (
-        lambda member: member.local().state_dict(),
-        "StepError: there is nothing to save",
-    ),
+    "state before": (lambda member: member.local().state_dict(), "StepError: there is nothing to save"),
     "joined outside": (lambda member: member.local().join_hook(), "StepError: enter LocalSGD before"),
     "joined with a subgroup": (joined_with_a_subgroup, "ConfigError: with a subgroup"),
     "joined without processes": (

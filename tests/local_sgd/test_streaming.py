@@ -71,8 +71,7 @@ def test_a_model_is_divided_by_layers_of_all_depths_and_equal_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "fragments", "delay_steps", "mix"),
-    [(2, 1, 0, 0.0), (2, 1, 4, 0.25), (3, 3, 1, 0.25)],
+    ("size", "fragments", "delay_steps", "mix"), [(2, 1, 0, 0.0), (2, 1, 4, 0.25), (3, 3, 1, 0.25)]
 )
 @in_each_member()
 def test_against_a_plain_reference(member: Member, fragments: int, delay_steps: int, mix: float) -> None:

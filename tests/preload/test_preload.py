@@ -110,7 +110,7 @@ def test_a_run_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
 
 
 def train_in_forked_process(setting: Setting, options: Options) -> tuple[float | None, int]:
-    """Return the loss scale that the attached model knows, and how SIGTERM ends a process forked from this."""
+    """Return the loss scale that the attached model knows, and how SIGTERM ends a process that this forks."""
     os.environ.update(options.environment())
     setting.join_group()
     model = DistributedDataParallel(nn.Linear(64, 64))

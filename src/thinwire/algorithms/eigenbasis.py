@@ -53,10 +53,7 @@ def piece_of(side: int) -> int:
 
 
 def _check_length(
-    width_of: Callable[[int], int],
-    label: str,
-    tensor: torch.Tensor,
-    shapes: Mapping[str, tuple[int, ...]],
+    width_of: Callable[[int], int], label: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise if a slot's tensor has not `width_of(side)` numbers for each row and column of the matrix."""
     shape = shapes[label]

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 BackendWork: TypeAlias = "dist.Work | Work"
 Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
 
-release_default_group()  # before an optimizer is used: this module is loaded when training is set up
+release_default_group()
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

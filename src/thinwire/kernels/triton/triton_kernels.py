@@ -19,14 +19,7 @@ from thinwire.kernels import torch_kernels
 from thinwire.kernels.backend import Tables
 from thinwire.kernels.matrices import DEPENDENT_BELOW, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.launcher import (
-    FUSED,
-    LaunchTable,
-    TableRows,
-    launch_table,
-    padded,
-    workspace,
-)
+from thinwire.kernels.triton.launcher import FUSED, LaunchTable, TableRows, launch_table, padded, workspace
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
 from thinwire.kernels.triton.triton_codes import CODES
 from thinwire.kernels.triton.triton_entries import ENTRIES

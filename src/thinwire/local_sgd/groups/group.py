@@ -99,8 +99,7 @@ class Group(ABC):
         """Wait for the quorum of the next averaging, and connect `transport` to its members.
 
         Raises:
-            CommunicationError: Members were found but could not be connected.
-            NoQuorumError: None were found in time.
+            CommunicationError: Members were found but not connected; a `NoQuorumError` if none were found.
             LeftError: No members can be found, and this one was asked to leave.
         """
 

@@ -64,9 +64,8 @@ class QuorumClient:
             except Exception as error:
                 answer.set_exception(error)
 
-        # Nothing can abort that call. It ends with the answer to the next request, which torchft's manager
-        # gives to all waiting calls, or at its timeout. (The manager's own retries, with quorum_retries,
-        # outlast the call: they would join a quorum for a member that is training.)
+        # Nothing can abort that call. It ends with the answer to the next request, or at its timeout. (The
+        # manager's own retries, quorum_retries, outlast it: they would join for a member that is training.)
         threading.Thread(target=ask, name="thinwire_quorum", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
             if self.has_left or self._is_broken():

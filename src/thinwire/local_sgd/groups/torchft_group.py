@@ -129,8 +129,7 @@ class TorchftGroup(Group):
 
     def _open(self, torchft: Any, host: str, name: str) -> None:
         """Start torchft's manager, which finds the other members."""
-        # This member's own store: torchft publishes its address in it, and connects a quorum's members
-        # through the store of one of them.
+        # Torchft publishes this member's address in it, and connects a quorum's members through one's store.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         try:
             self._manager = torchft.Manager(
@@ -198,10 +197,9 @@ class TorchftGroup(Group):
 
     def _ask(self, give_up_at: float) -> None:
         """Ask the lighthouse for a quorum until it answers; torchft's manager connects its members."""
-        # If a lighthouse dies during a request, torchft's manager never reports it: no answer comes. If the
-        # connection breaks, ask again immediately. It does not break if the machine or network is down: so
-        # also ask again when an answer takes long. But each request restarts the lighthouse's grace period
-        # for stragglers: so the time to the next request doubles, until it exceeds any grace period.
+        # If a lighthouse dies during a request, torchft's manager never reports it. If the connection breaks,
+        # ask again immediately; if the machine or network is down, it does not, so ask again after a while.
+        # Each request restarts the lighthouse's grace period for stragglers, so the while doubles.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
@@ -272,8 +270,7 @@ class TorchftGroup(Group):
             self._group.abort()
             return
         # The manager first: once its heartbeat has stopped, no member expects messages from this one.
-        # Aborting the group ends Gloo's threads: at interpreter exit, a thread that still holds a Python
-        # object could abort the process.
+        # Aborting the group ends Gloo's threads, which could abort Python's end.
         self._client.has_left = True
         self._manager.shutdown(wait=False)
         self._group.abort()
