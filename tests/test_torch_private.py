@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from test_structure import MODULES, SOURCE, tree_of
 from thinwire import torch_private
+from thinwire.comm import ProcessGroupTransport
 from thinwire.hooks import allreduce_hook, noop_hook
 
 
@@ -45,10 +46,9 @@ def test_a_refused_hook_leaves_the_one_before_and_a_group_ends_with_its_threads(
         torch_private.forget_refused_hook(model, "noop_hook")
         assert [state for _, state in torch_private.comm_hooks(model)] == ["first"]
         assert torch_private.ddp_logging_data(model)["comm_hook"] == "noop_hook"
-        # Imported only now, it would keep the group, and Gloo's threads, until Python ends.
         functional = reload(import_module("torch.distributed.nn.functional"))
-        assert functional.gather.__defaults__ == (0, dist.group.WORLD)
-        torch_private.release_default_group()
+        assert functional.gather.__defaults__ == (0, dist.group.WORLD)  # would keep it until Python ends
+        ProcessGroupTransport()
         assert functional.gather.__defaults__ == (0, None)
     finally:
         dist.destroy_process_group()

@@ -30,8 +30,6 @@ Result = TypeVar("Result")
 BackendWork: TypeAlias = "dist.Work | Work"
 Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
 
-release_default_group()
-
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 WHY_IN_A_FIXED_GROUP = (
@@ -182,6 +180,7 @@ class ProcessGroupTransport(GroupTransport):
         # Work sent to each peer has no future, which hooks need (`p2p=False`).
         peers = _PEERS.setdefault(checked, PeerExchange(rank, size, POSTED_AHEAD))
         super().__init__(checked, rank, size, peers, p2p=p2p)
+        release_default_group()
         self.gradient_device = device
 
     @property
