@@ -29,8 +29,16 @@ FUNCTIONS = {
     for node in NODES
     if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name) and node.returns.id == "str"
 }
-ERRORS = {
+PUBLIC = {
     node.name for node in ast.parse((SOURCE / "errors.py").read_text()).body if isinstance(node, ast.ClassDef)
+}
+# Inner errors are raised as their public base.
+ERRORS = {name: name for name in PUBLIC} | {
+    node.name: base.id
+    for node in NODES
+    if isinstance(node, ast.ClassDef) and node.name not in PUBLIC
+    for base in node.bases
+    if isinstance(base, ast.Name) and base.id in PUBLIC
 }
 UNKNOWN, MOST = "…", 8  # ways that a part of a message may read
 
@@ -111,7 +119,7 @@ def raised() -> Iterator[tuple[str, str]]:
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS:
                 for message in messages(call.args[0] if call.args else None, function):
-                    yield call.func.id, re.sub(r"(…\W{0,2})+…", UNKNOWN, " ".join(message.split()))
+                    yield ERRORS[call.func.id], re.sub(r"(…\W{0,2})+…", UNKNOWN, " ".join(message.split()))
 
 
 def table() -> str:

@@ -52,8 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Simulated workers make many small tensors: a second thread costs more than it brings.
     torch.set_num_threads(1)
     if worker is not None and hasattr(os, "sched_setaffinity"):
-        # Members in one process are threads that take turns: they hand over sooner on one core. What the
-        # worker's server forks runs on all.
+        # Members in one process take turns: they hand over sooner on one core. What is forked runs on all.
         cores = sorted(os.sched_getaffinity(0))
         number = int(worker["workerid"].removeprefix("gw"))
         os.sched_setaffinity(0, {cores[number % len(cores)]})

@@ -21,8 +21,7 @@ from thinwire.simulation import Simulation
 
 # Of all forked processes: compiled arithmetic serves one thread.
 torch.set_num_threads(1)
-# With each sign of life torchrun looks in all modules for the name of a function: in those that are imported
-# here, that took seconds each time.
+# At each sign of life torchrun looks in all modules for a function's name, in these here for seconds.
 dynamic_rendezvous.get_method_name = lambda depth=2: "unknown"
 
 

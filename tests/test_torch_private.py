@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from importlib import import_module
+from importlib import import_module, reload
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from test_structure import MODULES, SOURCE, tree_of
 from thinwire import torch_private
+from thinwire.comm import ProcessGroupTransport
 from thinwire.hooks import allreduce_hook, noop_hook
 
 
@@ -35,7 +36,7 @@ def test_a_ddp_model_that_is_half_constructed_has_no_parameters() -> None:
     assert torch_private.ddp_parameters(DistributedDataParallel.__new__(DistributedDataParallel)) == []
 
 
-def test_a_refused_hook_leaves_the_one_before() -> None:
+def test_a_refused_hook_leaves_the_one_before_and_a_group_ends_with_its_threads() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(4, 4))
@@ -45,6 +46,10 @@ def test_a_refused_hook_leaves_the_one_before() -> None:
         torch_private.forget_refused_hook(model, "noop_hook")
         assert [state for _, state in torch_private.comm_hooks(model)] == ["first"]
         assert torch_private.ddp_logging_data(model)["comm_hook"] == "noop_hook"
+        functional = reload(import_module("torch.distributed.nn.functional"))
+        assert functional.gather.__defaults__ == (0, dist.group.WORLD)  # would keep it until Python ends
+        ProcessGroupTransport()
+        assert functional.gather.__defaults__ == (0, None)
     finally:
         dist.destroy_process_group()
 

@@ -294,8 +294,7 @@ def leave_group() -> None:
     """Destroy the default process group, after garbage that keeps it alive."""
     import torch.distributed as dist  # noqa: PLC0415
 
-    # A DDP model in an uncollected cycle would keep the backend's threads running until the interpreter ends,
-    # and then they sometimes abort.
+    # A DDP model in an uncollected cycle keeps the backend's threads, which sometimes abort Python's end.
     gc.collect()
     dist.destroy_process_group()
 

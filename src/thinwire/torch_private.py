@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -264,6 +266,14 @@ def num_messages(group: Any) -> int | None:  # its stub lacks the method
 def num_groups() -> int:
     """Return how many process groups this process has created: torch uses it to name the next one."""
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def release_default_group() -> None:
+    """Let `destroy_process_group` end the default group's threads: at Python's end, one might abort it."""
+    # Optimizers import this module of torch, and its default arguments keep a group that exists by then.
+    for function in filter(isfunction, vars(import_module("torch.distributed.nn.functional")).values()):
+        defaults = function.__defaults__ or ()
+        function.__defaults__ = tuple(None if isinstance(it, dist.ProcessGroup) else it for it in defaults)
 
 
 def default_store() -> Any:  # its stub lacks the class

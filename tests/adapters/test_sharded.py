@@ -187,8 +187,7 @@ IN_FP32, IN_BF16 = (
     MixedPrecisionPolicy(torch.bfloat16, reduce_dtype) for reduce_dtype in (torch.float32, torch.bfloat16)
 )
 
-# Steps, type, what tells of more micro-steps, tolerance, options. Ours averages in the parameters' type,
-# native HSDP in the reduced one.
+# Steps, type, what tells of more micro-steps, tolerance, options. Native HSDP averages in the reduced type.
 EXACT: dict[str, tuple[int, torch.dtype, str, float, dict[str, Any]]] = {
     "2 steps": (2, torch.float64, SYNC, 1e-9, {}),
     "summed in shards": (1, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),

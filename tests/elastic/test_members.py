@@ -10,8 +10,9 @@ import torch
 
 from thinwire.comm import InProcessTransport, run_members
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
-from thinwire.errors import CommunicationError, StateError
+from thinwire.errors import StateError
 from thinwire.local_sgd.groups import state_transfer
+from thinwire.local_sgd.groups.group import NoQuorumError
 from thinwire.local_sgd.groups.machine_group import BrokenMemberError, MachineGroup
 from thinwire.local_sgd.groups.state_transfer import serialize
 
@@ -33,7 +34,7 @@ class FirstOnly(InProcessGroup):
         (MemoryError("no more"), BrokenMemberError),
         (KeyboardInterrupt(), BrokenMemberError),
         (StateError("damaged"), StateError),
-        (CommunicationError("no one there"), CommunicationError),
+        (NoQuorumError("no one there"), NoQuorumError),
     ],
 )
 def test_whatever_ends_the_first_process_of_a_member_reaches_the_others(

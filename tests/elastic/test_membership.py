@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -23,9 +25,10 @@ from thinwire.algorithms import AllReduce, PowerSGD, TopK
 from thinwire.comm import InProcessTransport
 from thinwire.comm.in_process import wait_for
 from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
-from thinwire.errors import AttachError, ConfigError, StateError
+from thinwire.errors import AttachError, CommunicationError, ConfigError, StateError
 from thinwire.local_sgd.elastic_contributor import ElasticChanges
 from thinwire.local_sgd.groups import state_transfer
+from thinwire.local_sgd.groups.group import NoQuorumError
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
 from thinwire.sync.state import digest_of
 from thinwire.watch import read_run
@@ -109,7 +112,8 @@ class Run(InTurns[LocalSGD]):
                     optimizer.param_groups[0]["lr"] = self.rate(local.steps, local._contributor.steps_here)
                 if (pending(local) + 1) * shared.get("streaming", Streaming()).fragments >= EVERY:
                     self.note_before(member, local, model, optimizer)
-                optimizer.step()
+                with suppress(KeyboardInterrupt):
+                    optimizer.step()
                 wait_for(Turn())
                 if not pending(local):
                     self.models[local.steps, member] = self.lasts(member)
@@ -230,8 +234,10 @@ def test_an_averaging_that_fails_for_one_or_all_is_repeated_and_nothing_is_lost(
         assert all(torch.equal(run.owed(member), calm.owed(member)) for member in range(3))
 
 
-def test_who_misses_the_last_message_alone_learns_that_it_was_committed() -> None:
-    calm, run = Run([0, 0, 0]), Run([0, 0, 0], faults={1: (VOTE, 2)})
+@pytest.mark.parametrize("error", [CommunicationError, KeyboardInterrupt])
+def test_who_misses_the_last_message_alone_learns_that_it_was_committed(error: type[Exception]) -> None:
+    """Also if Ctrl-C was why, and the loop has gone on."""
+    calm, run = Run([0, 0, 0]), Run([0, 0, 0], faults={1: (VOTE, 2, error)})
     run.check_equal()
     assert torch.equal(run.models[2, 0], calm.models[2, 0])
     assert (2, 1) not in run.models  # it learnt of it with the next one, of which it took part with nothing
@@ -395,11 +401,7 @@ def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them(
     [
         ("every_steps", (2, 3), "has every_steps 2"),
         ("min_members", (1, 2), "has min_members=2, but the members that it met have min_members=1"),
-        (
-            "kind",
-            ("torchft 0.2.0", "torchft 0.3.0"),
-            "has group torchft 0.2.0, process 1 has group torchft 0.3",
-        ),
+        ("kind", ("torchft 2", "torchft 3"), "has group torchft 2, process 1 has group torchft 3"),
     ],
 )
 def test_a_member_with_another_setting_is_refused_by_name_and_the_others_go_on(
@@ -605,14 +607,30 @@ def test_a_watch_logs_who_has_come_and_gone(tmp_path: Path) -> None:
     assert set(run.logged) == set(vars(local.membership()))
 
 
-def by_own_steps(steps: int, own: int) -> float:
-    return 0.1 / (1 + own)
-
-
 def test_a_schedule_that_counts_a_members_own_steps_is_refused() -> None:
-    run = Run([0, 0, 4], rate=by_own_steps)
+    run = Run([0, 0, 4], rate=lambda _, own: 0.1 / (1 + own))
     assert run.results == ["done", "done", "StepError"]
     words = "lr of SGD is 0.05 on this member and 0.0125 on the others at step 8"
     assert str(run.errors[2]).startswith(words)
     by_steps = Run([0, 0, 4], rate=lambda steps, _: 0.1 / (1 + steps))
     assert by_steps.results == ["done"] * 3
+
+
+def test_who_has_waited_long_enough_for_a_quorum_leaves() -> None:
+    group = alone(InProcessLighthouse(wait_seconds=0.1))
+    asked = Mock(side_effect=[NoQuorumError("there is none")])
+    with patch.object(group, "start_quorum", asked), pytest.raises(NoQuorumError):
+        LocalSGD(*linear_and_sgd(), every_steps=2, group=group).__enter__()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 or later, of forks
+def test_sigterm_makes_this_process_leave_and_ends_one_that_it_forks() -> None:
+    group = alone()
+    group.leaves_on_sigterm = True
+    with LocalSGD(*linear_and_sgd(), every_steps=2, group=group) as local:
+        forked = get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGTERM,))
+        forked.start()
+        forked.join()
+        assert forked.exitcode == -signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
+        assert local.is_leaving

@@ -152,14 +152,11 @@ def test_gradients_of_a_step_taken_late_count_once(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(run.moved(), run.meant(), rtol=1e-5, atol=1e-6)
 
 
-def test_of_two_the_one_that_has_been_there_longer_goes_on() -> None:
-    """Models would part: the other began later, as after a kill and a restart."""
+def test_a_schedule_must_go_by_the_steps_of_all_or_the_one_that_came_later_ends() -> None:
+    """Models would part, as after a kill and a restart."""
     run = Run([0, 2], rate=lambda steps, own: LR / (1 + own))
     assert run.results == ["done", "StepError"]
     assert str(run.errors[1]).startswith("lr of AdamW is 0.1 on this member and 0.02 on the others at step 4")
-
-
-def test_a_schedule_that_goes_by_the_steps_of_all_is_taken() -> None:
     # Rounded otherwise, by who came later.
     run = Run([0, 0, 3], rate=lambda steps, own: LR / (1 + steps) * (1 + 1e-15 * (own < 2)))
     assert run.results == ["done"] * 3

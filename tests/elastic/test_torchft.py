@@ -21,6 +21,7 @@ from job import PATIENCE_SECONDS, Job
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.local_sgd.groups import torchft_client
+from thinwire.local_sgd.groups.group import NoQuorumError
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.filterwarnings(
@@ -68,11 +69,16 @@ def test_members_are_killed_stopped_told_to_leave_and_join_again(job: Job) -> No
     assert job.check_equal() > 10
 
 
-def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
+def test_a_lighthouse_or_launcher_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommunicationError, match="there is no lighthouse at"):
         TorchftGroup("http://127.0.0.1:1", timeout_seconds=0.5, hostname="127.0.0.1")
     with pytest.raises(ConfigError, match="start one with torchft_lighthouse"):
         TorchftGroup("10.0.0.1:29510")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setenv("THINWIRE_LAUNCHER_PID", str(gone.pid))
+    with pytest.raises(CommunicationError, match=f"process {gone.pid}, which started this member"):
+        TorchftGroup("http://127.0.0.1:1")
 
 
 def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +87,6 @@ def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
         if found != "0.1.9":
             assert torchft_client.checked_version() == found
     with pytest.raises(MissingExtraError, match=r"need torchft 0.2 or later, got 0.1.9"):
-        TorchftGroup("http://127.0.0.1:1")
-
-
-def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    monkeypatch.setenv("THINWIRE_LAUNCHER_PID", str(gone.pid))
-    with pytest.raises(CommunicationError, match=f"process {gone.pid}, which started this member"):
         TorchftGroup("http://127.0.0.1:1")
 
 
@@ -148,13 +146,15 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         assert asked[0] == timedelta(seconds=7.5)
         assert asked[3] <= timedelta(seconds=20)
         group.is_leaving = lambda: True
-        with (
-            patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer")),
-            pytest.raises(LeftError, match=r"the lighthouse .* does not answer"),
-        ):
+        late = patch.object(group._manager, "start_quorum", side_effect=TimeoutError("status: Cancelled"))
+        with late, pytest.raises(LeftError, match=r"does not answer \(no quorum in 7.5 s\)"):
+            group.start_quorum()
+        group.wait_seconds = 0.0
+        with late, pytest.raises(NoQuorumError, match=r"no quorum in 0.1 s. Check on its page"):
             group.start_quorum()
     finally:
         group.leave()
+    assert group._client.has_left
 
 
 def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +174,11 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
         connection.close()
 
     client = torchft_client.QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), lighthouse)
+    client.has_left = True  # after Ctrl-C: Python would wait for the request
+    with pytest.raises(torchft_client.LighthouseGoneError):
+        client._quorum(step=0)
+    client.has_left = False
+    asked.clear()
     threading.Thread(target=end).start()
     with pytest.raises(torchft_client.LighthouseGoneError, match="ended before it answered"):
         client._quorum(step=0)

@@ -255,8 +255,7 @@ def test_codes_by_triton_are_those_of_pytorch(bits: int, dtype: torch.dtype) -> 
     flat, codebook = Drawing("cuda")(2 * 700 * 256).to(dtype), CODEBOOKS[bits]
     blocks = Blocks((700 * 256 - 3, 3 + 700 * 256), 64, 2)
     coded = code_kernels_for(flat).encoded(flat, blocks, codebook, None)
-    # PyTorch on a GPU multiplies by the inverse of what it divides by. For fewer bits a scale is a
-    # sum, whose order is not the same.
+    # PyTorch on a GPU multiplies by the inverse. For fewer bits a scale is a sum, in another order.
     expected = CODES.encoded(flat.cpu(), blocks, codebook, None).message
     assert bits < 4 or torch.equal(coded.message.cpu(), expected)
     decoded = [torch.empty_like(flat) for _ in range(2)]

@@ -109,8 +109,8 @@ def test_a_run_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
 
 
-def train_in_forked_process(setting: Setting, options: Options) -> float | None:
-    """Return the loss scale that the attached model knows."""
+def train_in_forked_process(setting: Setting, options: Options) -> tuple[float | None, int]:
+    """Return the loss scale that the attached model knows, and how SIGTERM ends a process that this forks."""
     os.environ.update(options.environment())
     setting.join_group()
     model = DistributedDataParallel(nn.Linear(64, 64))
@@ -123,14 +123,18 @@ def train_in_forked_process(setting: Setting, options: Options) -> float | None:
     model.itself = model  # as in some scripts: it is not freed when the function returns
     (run,) = built_model._runs
     scale = engine_of(run.sync).settings.loss_scale
-    return None if scale is None else float(scale(torch.device("cpu")))
+    if (forked := os.fork()) == 0:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
+    return None if scale is None else float(scale(torch.device("cpu"))), exit_code
 
 
 def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -> None:
     """Such as mp.start_processes(start_method="fork"); atexit's functions do not run there."""
     options = Options(ALGORITHM, checkpoint=str(tmp_path / "c"))
     ended = run_fresh(train_in_forked_process, options, processes=2)
-    assert [(process.told, process.exit_code) for process in ended] == [(8.0, 0), (8.0, 0)]
+    assert [(process.told, process.exit_code) for process in ended] == [((8.0, -signal.SIGTERM), 0)] * 2
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
 
 

@@ -89,8 +89,7 @@ class Used:
     it may be from an earlier step or pass.
     """
 
-    # Counted by the same condition as in DDP's reducer, which does not report it before the last bucket is
-    # averaged.
+    # By the same condition as in DDP's reducer, which reports it only when the last bucket is averaged.
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._ids: set[int] = set()
@@ -103,8 +102,7 @@ class Used:
         ]
 
     def _noted(self, parameter: torch.nn.Parameter) -> RemovableHandle:
-        # No reference to `self`: the reducer holds the node, and so the hook, invisibly to Python's garbage
-        # collector.
+        # No reference to `self`: the reducer holds the node and its hook, unseen by the garbage collector.
         ids = self._ids
 
         def note(gradients: tuple[torch.Tensor | None, ...]) -> None:

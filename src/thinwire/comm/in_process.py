@@ -55,8 +55,7 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
                 errors += [] if member.error is None else [member.error]
             running = [member for member in running if not member.has_ended]
     except BaseException:
-        # A signal reaches only this thread. The others must end before the interpreter does, which aborts if
-        # a thread is inside torch.
+        # A signal reaches only this thread. The interpreter's end aborts if another is still inside torch.
         for member in members:
             member.interrupt()
         raise
@@ -124,8 +123,7 @@ class _Member(Generic[Result]):
             if self._is_interrupted:
                 raise KeyboardInterrupt
             if self.is_stuck:
-                # All wait, so nothing can arrive any more. For this wait only: elastic members may continue
-                # without the failed one.
+                # All wait: nothing can arrive. For this wait only: elastic members may continue without it.
                 self.is_stuck = False
                 raise CommunicationError(awaited.who_is_missing())
             self.awaited = awaited

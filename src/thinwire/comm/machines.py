@@ -36,8 +36,7 @@ Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
 """Which processes share a machine: True to detect it, False to treat each process as a separate machine; or
 the global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
 
-# Variables of launchers that start a whole job: the number of processes of the job and of this machine, the
-# local rank, and the machine's number.
+# Launchers' variables: the number of processes of job and machine, the local rank, the machine's number.
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ""),  # Open MPI
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ""),  # MVAPICH

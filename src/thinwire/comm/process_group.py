@@ -23,7 +23,7 @@ from thinwire.comm.p2p import POSTED_AHEAD, TAGS, PeerExchange, TwoStepAllReduce
 from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
-from thinwire.torch_private import default_store, is_profiling, timeout_of, unrecorded
+from thinwire.torch_private import default_store, is_profiling, release_default_group, timeout_of, unrecorded
 from thinwire.wire import Collective, p2p_limits
 
 Result = TypeVar("Result")
@@ -180,6 +180,7 @@ class ProcessGroupTransport(GroupTransport):
         # Work sent to each peer has no future, which hooks need (`p2p=False`).
         peers = _PEERS.setdefault(checked, PeerExchange(rank, size, POSTED_AHEAD))
         super().__init__(checked, rank, size, peers, p2p=p2p)
+        release_default_group()
         self.gradient_device = device
 
     @property

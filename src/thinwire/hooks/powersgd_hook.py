@@ -287,6 +287,5 @@ def low_rank(
     kind: type[PowerSGD] | type[BatchedPowerSGD], state: object, bucket: GradBucket, wire: WireDtype | None
 ) -> Future[torch.Tensor]:
     """Average as the two hooks do, with messages in the `wire` dtype if given."""
-    # torch's wrapper casts the hook's input gradients. We cast the factors, and the residual keeps the
-    # rounding error.
+    # torch's wrapper casts the input gradients; we cast the factors, and the residual keeps the rounding.
     return checked_state(PowerSGDState, state).run(kind, wire, bucket)

@@ -93,8 +93,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
             # A copy of the small factor: the next step may start from this basis.
             means[0] = means[0][0] * one_or_nan, means[0][1]
         for k, rows, matrix, error in _parts(item.group.matrices, item.errors):
-            # The residual first. Then the mean overwrites its input, part by part, while the part is still in
-            # cache.
+            # The residual first. Then the mean overwrites its input, part by part, while still in cache.
             if error is not None:
                 rest = error if is_healthy is None else torch.empty_like(error)
                 SUM[matrix.dim()](matrix, sent_lefts[k, :, rows].mT, sent_rights[k], alpha=-1, out=rest)

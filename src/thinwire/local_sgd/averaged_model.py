@@ -81,8 +81,7 @@ class AveragedModel:
             averaged.append(Averaged(name, parameter, is_buffer=False))
         if not averaged:
             raise AttachError("no parameter of the model is trained, so there is nothing to average")
-        # Module by module: only the owning module knows which of its buffers are not saved. A buffer shared
-        # by several modules is averaged once.
+        # Module by module: only the owner knows which buffers are not saved. A shared one is averaged once.
         seen: set[int] = set()
         for prefix, part in self.module.named_modules() if self.buffers else ():
             for own_name, buffer in part.named_buffers(recurse=False):

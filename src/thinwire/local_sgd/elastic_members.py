@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import threading
 from abc import abstractmethod
@@ -88,16 +89,22 @@ class Member(Averager):
             # If a state can't be sent, fail now, before training; the first newcomer would stop all members.
             plain(self._contributor.state())
             attached.callback(setattr, self, "_is_inside", False)
-            # Callbacks run in reverse: SIGTERM gets its old handler back first, so a SIGTERM while the group
-            # is left ends the process.
+            # Callbacks run in reverse: SIGTERM has its old handler, and ends the process, while it leaves.
             in_main_thread = threading.current_thread() is threading.main_thread()
             if membership.group.leaves_on_sigterm and in_main_thread:
-                previous = signal.signal(signal.SIGTERM, lambda number, frame: self.leave())
+                own = os.getpid()
+
+                def told(number: int, frame: object) -> None:
+                    if os.getpid() != own:  # forked inside the context: end
+                        signal.signal(number, signal.SIG_DFL)
+                        signal.raise_signal(number)
+                    self.leave()
+
+                previous = signal.signal(signal.SIGTERM, told)
                 # None is a handler that was not installed from Python; Python can't restore it.
                 restored = signal.SIG_DFL if previous is None else previous
                 attached.callback(signal.signal, signal.SIGTERM, restored)
-            # A member that is asked to leave while it waits here has left: its first step raises, and ends
-            # the loop as usual.
+            # A member that is asked to leave while it waits here has left: its first step ends the loop.
             with suppress(LeftError), full_precision(self._model.device):
                 membership.average()
             self._is_inside = True

@@ -24,6 +24,7 @@ from thinwire.local_sgd.admission import (
     next_lineage,
 )
 from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
+from thinwire.local_sgd.groups.group import NoQuorumError
 from thinwire.local_sgd.groups.machine_group import (
     BrokenMemberError,
     in_all_processes,
@@ -53,12 +54,11 @@ class _Averaging(NamedTuple):
 class ElasticMembership:
     """Averages with all present members, repeatedly if it fails; keeps track of the members.
 
-    All members commit an averaging, or none does. Its last message says that every member has received
-    everything. A member that misses only this message is in doubt: it keeps the averaging as prepared, and
-    learns in the next quorum whether the others have committed.
+    An averaging's last message says that every member has received everything. A member that misses only
+    it is in doubt: it keeps what it has prepared, and learns in the next quorum whether others committed.
 
-    Each member's residual counts in the mean over the members of its averaging. When their number changes,
-    those who stay multiply their residual by new over old number, so that the mean stays the same.
+    When members come or go, those who stay multiply their residual by new over old number, which keeps the
+    mean over the members.
     """
 
     has_left = False
@@ -149,15 +149,14 @@ class ElasticMembership:
             except RefusedError as refused:
                 self.leave()
                 raise refused.error from None
-            except (BrokenMemberError, LeftError):
+            except (BrokenMemberError, LeftError, NoQuorumError):
                 self.leave()
                 raise
             except (CommunicationError, TryAgainError) as error:
                 now = time.monotonic()
                 # Count from the first failure: the others may be late by as long as a quorum may take.
                 give_up_at = min(give_up_at, now + group.wait_seconds)
-                # Do this first: it aborts the others' messages, which would wait for this member until they
-                # time out.
+                # First: it aborts the others' messages, which would wait for this member until they time out.
                 group.commit(False)
                 self.stats.retries += not isinstance(error, TooFewError)
                 if str(error) != logged:  # waiting raises the same error again and again
@@ -203,8 +202,7 @@ class ElasticMembership:
             # Don't abandon it: another member may have received this message, and committed.
             self._doubt = opened
             raise
-        # No message is sent between the last one and the commit. The hand-over comes after the commit, so
-        # that its failure undoes nothing.
+        # The hand-over comes after the commit, so that its failure undoes nothing.
         self.group.commit(True)
         self._commit(opened)
         self._hand_over(opened.statuses)

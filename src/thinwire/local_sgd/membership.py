@@ -103,9 +103,8 @@ class StaticMembership:
         is_delayed = contributor.schedule.is_delayed(contributor.steps)
         changes = contributor.changes_of(contributor.due_fragments())
         self._gather_status(weight=self._weight, is_finite=are_finite(changes, self._shards))
-        # Read the statuses before waiting for changes, which a member at a different step does not send. A
-        # delayed average waits for none yet: `advance` reads its statuses, unless the engine's comparison,
-        # which blocks, comes first.
+        # Read statuses before waiting for changes, which a member at a different step does not send. With a
+        # delay it waits for none yet: `advance` reads them, unless the engine's blocking comparison is next.
         reads_later = is_delayed and contributor.engine.buckets.has_agreed
         self._send(changes, () if reads_later else self._read(), is_delayed=is_delayed)
 

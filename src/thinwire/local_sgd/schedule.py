@@ -171,8 +171,7 @@ class Schedule:
         """Return the share of a model's local change that is kept when a delayed average arrives."""
         if self.streaming.local_weight is not None:
             return self.streaming.local_weight
-        # The kept share of a change is part of the next one. If the residual holds most of that change
-        # already, it would be sent twice.
+        # The kept share is part of the next change: what the residual holds would be sent twice.
         return USUAL_LOCAL_WEIGHT if self.streaming.delay_steps and not algorithm.sends_few_entries else 0.0
 
     @property

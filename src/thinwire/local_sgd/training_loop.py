@@ -79,8 +79,7 @@ def call_after_steps(
         after(grad_scaler)
         return result
 
-    # Someone else may have replaced `step` on this object before. Callbacks run in reverse: first ours is
-    # removed, then theirs is restored.
+    # `step` may have been replaced on this object before. In reverse: ours is removed, then theirs restored.
     attached.callback(attributes.update, {k: v for k, v in attributes.items() if k == "step"})
     attached.callback(attributes.pop, "step")
     attributes["step"] = counted

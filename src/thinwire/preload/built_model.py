@@ -51,6 +51,8 @@ BY_ITSELF = "the script attaches by itself"
 
 _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processes
 _runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # one per living model
+if hasattr(os, "register_at_fork"):  # POSIX
+    os.register_at_fork(after_in_child=_runs.clear)  # its parent's; it would wait for a step at SIGTERM
 _waiting: set[_Votes] = set()  # one per model without a training pass, deleted or not
 
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

@@ -162,8 +162,7 @@ class _FaultyTransport(Wrapped):
         if self._engine.steps != self._step:
             self._step, self._messages = self._engine.steps, 0
         due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
-        # Count, remove and record the fault before it strikes: it may raise or end the process, and the
-        # failed step may be repeated.
+        # Before the fault strikes: it may raise or end the process, and the failed step may be repeated.
         self._messages += 1
         for fault in due:
             self._waiting.remove(fault)

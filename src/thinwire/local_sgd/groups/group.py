@@ -9,7 +9,11 @@ from typing import Any, Literal
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.comm import InProcessTransport, Transport
 from thinwire.comm.metered import Wrapped
-from thinwire.errors import ConfigError
+from thinwire.errors import CommunicationError, ConfigError
+
+
+class NoQuorumError(CommunicationError):
+    """No quorum was formed within `wait_seconds`."""
 
 
 class Group(ABC):
@@ -95,7 +99,7 @@ class Group(ABC):
         """Wait for the quorum of the next averaging, and connect `transport` to its members.
 
         Raises:
-            CommunicationError: Members were found but could not be connected, or none was found in time.
+            CommunicationError: Members were found but not connected; a `NoQuorumError` if none were found.
             LeftError: No members can be found, and this one was asked to leave.
         """
 

@@ -13,13 +13,13 @@ from thinwire.comm import Description, Message, Transport, Work, gather_bytes, g
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import CombinedWork, CompletedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
-from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.group import Group, NoQuorumError
 from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 
 PURPOSE = "the processes of a member telling each other"
 # If one process of a member raises one of these, all do; any other error ends the member.
-FORWARDED = {kind.__name__: kind for kind in (CommunicationError, LeftError, StateError)}
+FORWARDED = {kind.__name__: kind for kind in (CommunicationError, LeftError, NoQuorumError, StateError)}
 
 
 class BrokenMemberError(CommunicationError):

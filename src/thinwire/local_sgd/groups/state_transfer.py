@@ -16,9 +16,8 @@ from thinwire.comm.process_group import GroupTransport
 from thinwire.errors import StateError
 from thinwire.tensors.layout import local_tensor
 
-# The timeout is for one part, not for the whole state, so that a member that does not respond is noticed,
-# and a slow link is not mistaken for one. But while a newcomer receives its state, the other members wait in
-# one message: see `receive_state`.
+# The timeout is for one part, so that a slow link is not mistaken for a member that does not respond. But
+# while a newcomer receives its state, the other members wait in one message: see `receive_state`.
 PART_BYTES = 1 << 22
 MAX_BYTES = 1 << 44
 MEASURED_SHARE = 0.2  # share of the timeout: after it, estimate whether a state will arrive in time

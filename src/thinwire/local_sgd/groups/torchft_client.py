@@ -40,6 +40,8 @@ class QuorumClient:
         LighthouseGoneError: The lighthouse has ended: an idle connection to it has broken.
     """
 
+    has_left = False  # may be set: ends a request, for which Python would wait when it ends
+
     def __init__(self, inner: Any, manager: Any, group: ConfiguredGroup, lighthouse: str) -> None:
         self._inner, self._manager, self._group = inner, manager, group
         parts = urlsplit(lighthouse)
@@ -62,12 +64,11 @@ class QuorumClient:
             except Exception as error:
                 answer.set_exception(error)
 
-        # Nothing can abort that call. It ends with the answer to the next request, which torchft's manager
-        # gives to all waiting calls, or at its timeout. (The manager's own retries, with quorum_retries,
-        # outlast the call: they would join a quorum for a member that is training.)
+        # Nothing can abort that call. It ends with the answer to the next request, or at its timeout. (The
+        # manager's own retries, quorum_retries, outlast it: they would join for a member that is training.)
         threading.Thread(target=ask, name="thinwire_quorum", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
-            if self._is_broken():
+            if self.has_left or self._is_broken():
                 raise LighthouseGoneError("it ended before it answered")
         quorum = answer.result()
         if quorum.replica_ids != self._members:

@@ -20,7 +20,7 @@ from thinwire.checks import number
 from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.local_job import LAUNCHER
-from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.group import Group, NoQuorumError
 from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
 from thinwire.local_sgd.groups.torchft_client import (
     OLDEST,
@@ -52,7 +52,7 @@ class TorchftGroup(Group):
     """A member of a group whose members find each other through a torchft lighthouse.
 
     The lighthouse knows which members are alive and which take part in an averaging; it carries no tensors.
-    Start it with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. Run everything in a private
+    Start it with `torchft_lighthouse --min_replicas 1 --join_timeout_ms 60000`. Run everything in a private
     network: `docs/elastic-faults.md` says what the ports of lighthouse and members accept, and from whom.
 
     After `init_process_group` the processes of that group are one member, and each makes this. Collective.
@@ -129,8 +129,7 @@ class TorchftGroup(Group):
 
     def _open(self, torchft: Any, host: str, name: str) -> None:
         """Start torchft's manager, which finds the other members."""
-        # This member's own store: torchft publishes its address in it, and connects a quorum's members
-        # through the store of one of them.
+        # Torchft publishes this member's address in it, and connects a quorum's members through one's store.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         try:
             self._manager = torchft.Manager(
@@ -198,30 +197,32 @@ class TorchftGroup(Group):
 
     def _ask(self, give_up_at: float) -> None:
         """Ask the lighthouse for a quorum until it answers; torchft's manager connects its members."""
-        # If a lighthouse dies during a request, torchft's manager never reports it: no answer comes. If the
-        # connection breaks, ask again immediately. It does not break if the machine or network is down: so
-        # also ask again when an answer takes long. But each request restarts the lighthouse's grace period
-        # for stragglers: so the time to the next request doubles, until it exceeds any grace period.
+        # If a lighthouse dies during a request, torchft's manager never reports it. If the connection breaks,
+        # ask again immediately; if the machine or network is down, it does not, so ask again after a while.
+        # Each request restarts the lighthouse's grace period for stragglers, so the while doubles.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
+            limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
             try:
-                left = timedelta(seconds=max(0.1, give_up_at - time.monotonic()))
-                self._manager.start_quorum(timeout=min(patience, left))
+                self._manager.start_quorum(timeout=limit)
                 return
             except (RuntimeError, TimeoutError, LighthouseGoneError) as error:
                 # Otherwise the next call would raise the same error before it asks.
                 self._manager._quorum_future = None
+                # It may wait for other members; torchft's own text does not say so.
+                late = f"no quorum in {limit.total_seconds():.3g} s"
+                why = late if isinstance(error, TimeoutError) else error
                 if time.monotonic() >= give_up_at:
-                    raise CommunicationError(
+                    raise NoQuorumError(
                         f"no quorum of at least {self.min_members} members within {self.wait_seconds:g} s "
-                        f"at the lighthouse {self._lighthouse}: {error}. Check on its page who has joined"
+                        f"at the lighthouse {self._lighthouse}: {why}. Check on its page who has joined"
                     ) from error
                 if self.is_leaving():
                     raise LeftError(
                         "this member has left the group, and its unsent changes are lost: the lighthouse "
-                        f"{self._lighthouse} does not answer ({error}), so no member can be found"
+                        f"{self._lighthouse} does not answer ({why}), so no member can be found"
                     ) from error
-                logger.warning("the lighthouse %s has not answered: %s; retrying", self._lighthouse, error)
+                logger.warning("the lighthouse %s has not answered: %s; retrying", self._lighthouse, why)
                 time.sleep(PAUSE_SECONDS)
                 patience *= 1 if isinstance(error, LighthouseGoneError) else 2
 
@@ -269,8 +270,8 @@ class TorchftGroup(Group):
             self._group.abort()
             return
         # The manager first: once its heartbeat has stopped, no member expects messages from this one.
-        # Aborting the group ends Gloo's threads: at interpreter exit, a thread that still holds a Python
-        # object could abort the process.
+        # Aborting the group ends Gloo's threads, which could abort Python's end.
+        self._client.has_left = True
         self._manager.shutdown(wait=False)
         self._group.abort()
         self._client.close()
