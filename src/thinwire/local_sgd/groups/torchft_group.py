@@ -210,12 +210,12 @@ class TorchftGroup(Group):
                 # Otherwise the next call would raise the same error before it asks.
                 self._manager._quorum_future = None
                 # It may wait for other members; torchft's own text does not say so.
-                late = f"no quorum in {limit.total_seconds():.3g} s"
+                late = f"no quorum in {round(limit.total_seconds(), 1):g} s"
                 why = late if isinstance(error, TimeoutError) else error
                 if time.monotonic() >= give_up_at:
                     raise NoQuorumError(
                         f"no quorum of at least {self.min_members} members within {self.wait_seconds:g} s "
-                        f"at the lighthouse {self._lighthouse}: {why}. Check on its page who has joined"
+                        f"at the lighthouse {self._lighthouse}; the last error: {why}. Check on its page who has joined"
                     ) from error
                 if self.is_leaving():
                     raise LeftError(
