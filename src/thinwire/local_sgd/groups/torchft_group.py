@@ -199,7 +199,7 @@ class TorchftGroup(Group):
         """Ask the lighthouse for a quorum until it answers; torchft's manager connects its members."""
         # If a lighthouse dies during a request, torchft's manager never reports it. If the connection breaks,
         # ask again immediately; if the machine or network is down, it does not, so ask again after a while.
-        # Each request restarts the lighthouse's grace period for stragglers, so the while doubles.
+        # Each request restarts the lighthouse's grace period for stragglers: doubled, the while outlasts it.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
