@@ -404,10 +404,6 @@ def hooked(parameters: Any) -> Optimizer:
     return optimizer
 
 
-def sgd_of_more(parameters: Any) -> Optimizer:
-    return torch.optim.SGD([*parameters, nn.Parameter(torch.ones(1))], lr=0.1)
-
-
 def attempt(
     algorithm: thinwire.algorithms.Algorithm = Quantize(bits=4),  # noqa: B008 - frozen
     optimizer: Callable[[Any], Optimizer] = OPTIMIZERS["sgd"],
@@ -432,7 +428,7 @@ def test_what_can_not_wait_is_refused() -> None:
         (AttachError, {"optimizer": hooked}),
         (AttachError, {"optimizer": torch.optim.LBFGS}),
         (AttachError, {"optimizer": lambda p: torch.optim.SGD(list(p)[1:], lr=0.1)}),
-        (AttachError, {"optimizer": sgd_of_more}),
+        (AttachError, {"optimizer": lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1)}),
         (AttachError, {"wrap": partial(torch.compile, backend="eager")}),
         (AttachError, {"wrap": lambda module: module.compile(backend="eager") or module}),
     ]

@@ -150,7 +150,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         with late, pytest.raises(LeftError, match=r"does not answer \(no quorum in 1440 s\)"):
             group.start_quorum()
         group.wait_seconds = 0.0
-        with late, pytest.raises(NoQuorumError, match=r"no quorum in 0.1 s. Check on its page"):
+        with late, pytest.raises(NoQuorumError, match=r"no quorum in 0.1 s\). See on the page"):
             group.start_quorum()
     finally:
         group.leave()

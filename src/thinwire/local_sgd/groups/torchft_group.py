@@ -215,8 +215,7 @@ class TorchftGroup(Group):
                 if time.monotonic() >= give_up_at:
                     raise NoQuorumError(
                         f"no quorum of at least {self.min_members} members within {self.wait_seconds:g} s "
-                        f"at the lighthouse {self._lighthouse}; the last error: {why}. Check on its page who "
-                        "has joined"
+                        f"(last: {why}). See on the page of the lighthouse {self._lighthouse} who has joined"
                     ) from error
                 if self.is_leaving():
                     raise LeftError(
