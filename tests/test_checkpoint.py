@@ -108,10 +108,8 @@ def test_parameters_added_or_removed() -> None:
         sync.load_state_dict(kept, strict=False)
     assert [name for name, _ in whole.state_dicts()[0]["error"]] == ["body.weight", "head.weight"]
     other = Simulation(POWER, [(spec("scalar"),)], num_workers=1)
-    with pytest.raises(
-        StateError, match=r"load the state of the same model$"
-    ):  # strict=False would load none
-        other.syncs[0].load_state_dict(state)
+    with pytest.raises(StateError, match=r"load the state of the same model$"):
+        other.syncs[0].load_state_dict(state)  # strict=False would load none
     reshaped = [(buckets()[0][0]._replace(shape=(32, 64)), *buckets()[0][1:])]
     with pytest.raises(StateError, match=r"head.weight has shape \(64, 32\) in the state and \(32, 64\)"):
         Simulation(POWER, reshaped, num_workers=1).syncs[0].load_state_dict(state, strict=False)

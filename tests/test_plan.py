@@ -64,14 +64,11 @@ compression ratio 36.7 (of each process), 2 rounds a step"""
     assert str(PowerSGD(matrix_rank=4).plan(specs)) == expected
 
 
-def test_half_precision_factors_and_passengers_travel_as_fp32() -> None:
+def test_half_precision_factors_and_passengers_travel_as_fp32_and_a_plan_may_be_empty() -> None:
     specs = [spec("w", 64, 64, dtype=torch.bfloat16), spec("b", 64, dtype=torch.bfloat16)]
     routes = PowerSGD(matrix_rank=1).plan(specs).routes
     assert [route.gradient_bytes for route in routes] == [2 * 64 * 64, 2 * 64]
     assert [route.message_bytes for route in routes] == [4 * 128, 4 * 64]
-
-
-def test_an_empty_plan() -> None:
     assert AllReduce().plan([]).compression_ratio == 1.0
     assert "total" in str(Plan(()))
 

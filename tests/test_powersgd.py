@@ -321,14 +321,10 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 
 
 @in_each_process(2)
-def test_mistakes_are_refused_at_once() -> None:
+def test_mistakes_are_refused_at_once_and_unscaled_too_early_is_told() -> None:
     for call, message in MISTAKES:
         with pytest.raises(thinwire.ThinwireError, match=message):
             call()
-
-
-@in_each_process(2)
-def test_unscaled_too_early_is_told() -> None:
     model, scaler = new_model(), GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     powersgd = PowerSGD(model.parameters(), AT_ONCE, grad_scaler=scaler)

@@ -20,19 +20,13 @@ from thinwire.comm import ProcessGroupTransport
 from thinwire.hooks import allreduce_hook, noop_hook
 
 
-def test_a_compiled_module_is_known() -> None:
+def test_what_is_known_of_modules_storages_and_half_constructed_ddp_models() -> None:
     module = nn.Linear(2, 2)
     compiled: Any = torch.compile(module, backend="eager")
     assert torch_private.uncompiled(compiled) is torch_private.uncompiled(module) is module
-
-
-def test_views_share_their_storage_and_empty_tensors_have_their_own() -> None:
     tensor, *others = torch.ones(4), torch.empty(0), torch.empty(0)
     assert torch_private.storage_key(tensor[:2]) == torch_private.storage_key(tensor[2:])
     assert len(set(map(torch_private.storage_key, (tensor, *others)))) == 3
-
-
-def test_a_ddp_model_that_is_half_constructed_has_no_parameters() -> None:
     assert torch_private.ddp_parameters(DistributedDataParallel.__new__(DistributedDataParallel)) == []
 
 

@@ -158,7 +158,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def makes_state(optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> bool:
     """Return whether `torch.distributed.checkpoint` makes a step, of zeros, for the state that it creates."""
-    return options == {"closure": None} and all(group.get("lr") == 0 for group in optimizer.param_groups)
+    groups = optimizer.param_groups
+    if options != {"closure": None} or any(group.get("lr") != 0 for group in groups):
+        return False
+    # A warm-up's first rate is 0, too. A DTensor's own `any` would be a collective.
+    gradients = (parameter.grad for group in groups for parameter in group["params"])
+    parts = (it.to_local() if hasattr(it, "to_local") else it for it in gradients if it is not None)
+    return not any(part.any() for part in parts)
 
 
 def was_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:

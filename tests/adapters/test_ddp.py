@@ -56,17 +56,13 @@ def drawn(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000 * step + dist.get_rank())
 
 
-def images(step: int) -> Tensor:
-    return torch.randn(4, 3, 8, 8, generator=drawn(step))
-
-
 def tokens(step: int) -> Tensor:
     return torch.randint(60, (4, 12), generator=drawn(step))
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "linear": (new_model, batch_of),
-    "channels-last": (channels_last_model, images),
+    "channels-last": (channels_last_model, lambda step: torch.randn(4, 3, 8, 8, generator=drawn(step))),
     "transposed": (transposed_model, batch_of),
     "tied, scalar, empty": (Tied, tokens),
 }

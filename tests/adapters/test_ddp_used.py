@@ -145,12 +145,8 @@ def test_every_order_of_passes_applies_what_ddp_would(loop: Loop) -> None:
 
 
 @in_each_process(2)
-def test_it_holds_in_the_step_after_a_warm_up() -> None:
+def test_it_holds_after_a_warm_up_and_where_parameters_are_mixed_and_losses_scaled() -> None:
     check_owed(PowerSGD(matrix_rank=1, warmup_steps=2), one_head_in_turn, min_ratio=1.2)
-
-
-@in_each_process(2)
-def test_it_holds_where_parameters_are_mixed_and_losses_scaled() -> None:
     check_owed(BatchedPowerSGD(matrix_rank=2), one_head_in_turn, scale=2.0**12)
 
 

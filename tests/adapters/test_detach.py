@@ -59,7 +59,7 @@ def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
 
 
 @in_each_process(2)
-def test_a_model_is_detached_after_its_group_was_destroyed() -> None:
+def test_a_model_is_detached_after_its_group_was_destroyed_and_a_hook_registered_by_hand_stays() -> None:
     group = dist.new_group()
     model = DistributedDataParallel(nn.Linear(24, 8), process_group=group)
     sync = thinwire.attach(model, POWER)
@@ -67,10 +67,6 @@ def test_a_model_is_detached_after_its_group_was_destroyed() -> None:
     dist.destroy_process_group(group)
     sync.detach()
     assert "nothing to detach" in error_of(sync.detach)
-
-
-@in_each_process(2)
-def test_a_hook_that_was_registered_by_hand_stays() -> None:
     model, state = ddp_of(), hooks.PowerSGDState(None, start_powerSGD_iter=0)
     model.register_comm_hook(state, hooks.powerSGD_hook)
     gradient_of(model, 0)

@@ -284,14 +284,16 @@ def test_calls_that_have_nothing_to_step() -> None:
     model, optimizer, sync = overlapped()
     optimizer.step()
     get_optimizer_state_dict(model, optimizer)  # makes a step without gradients, to make state
-    one_step(model, optimizer)
+    for optimizer.param_groups[0]["lr"] in (0.0, 0.01):  # as a warm-up begins
+        torch.autograd.backward(loss_of(model, 0))
+        optimizer.step(closure=None)
     optimizer.step()  # again: there are no new gradients
     assert are_alike([flat(model)])
     with model.no_sync():
         torch.autograd.backward(loss_of(model, 1))
     with pytest.raises(StepError, match="no_sync"):
         optimizer.step()
-    assert sync.steps == 1
+    assert sync.steps == 2
 
 
 @in_each_process(2)
@@ -402,10 +404,6 @@ def hooked(parameters: Any) -> Optimizer:
     return optimizer
 
 
-def sgd_of_more(parameters: Any) -> Optimizer:
-    return torch.optim.SGD([*parameters, nn.Parameter(torch.ones(1))], lr=0.1)
-
-
 def attempt(
     algorithm: thinwire.algorithms.Algorithm = Quantize(bits=4),  # noqa: B008 - frozen
     optimizer: Callable[[Any], Optimizer] = OPTIMIZERS["sgd"],
@@ -430,7 +428,7 @@ def test_what_can_not_wait_is_refused() -> None:
         (AttachError, {"optimizer": hooked}),
         (AttachError, {"optimizer": torch.optim.LBFGS}),
         (AttachError, {"optimizer": lambda p: torch.optim.SGD(list(p)[1:], lr=0.1)}),
-        (AttachError, {"optimizer": sgd_of_more}),
+        (AttachError, {"optimizer": lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1)}),
         (AttachError, {"wrap": partial(torch.compile, backend="eager")}),
         (AttachError, {"wrap": lambda module: module.compile(backend="eager") or module}),
     ]

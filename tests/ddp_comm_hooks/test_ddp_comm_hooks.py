@@ -49,15 +49,12 @@ def test_the_modules_have_torchs_public_names_and_parameters(name: str) -> None:
         assert list(inspect.signature(getattr(ours, key)).parameters)[: len(expected)] == expected
 
 
-def test_the_package_has_torchs_names() -> None:
+def test_the_package_has_torchs_names_and_what_makes_no_sense_says_so() -> None:
     assert all(IS_BROUGHT_ALONG)
     assert sorted(ddp_comm_hooks.__all__) == sorted(stock.__all__)
     assert list(ddp_comm_hooks.DDPCommHookType.__members__) == list(stock.DDPCommHookType.__members__)
     theirs = inspect.signature(stock.register_ddp_comm_hook).parameters
     assert list(inspect.signature(ddp_comm_hooks.register_ddp_comm_hook).parameters) == list(theirs)
-
-
-def test_what_makes_no_sense_says_so() -> None:
     module = module_of(ddp_comm_hooks, "optimizer_overlap_hooks")
     with pytest.raises(thinwire.ConfigError, match="would overlap nothing"):
         _ = module._hook_then_optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -623,14 +624,17 @@ def test_who_has_waited_long_enough_for_a_quorum_leaves() -> None:
         LocalSGD(*linear_and_sgd(), every_steps=2, group=group).__enter__()
 
 
+@pytest.mark.parametrize(
+    ("handler", "code"), [(signal.SIG_DFL, -signal.SIGTERM), (lambda *_: sys.exit(7), 7)]
+)
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 or later, of forks
-def test_sigterm_makes_this_process_leave_and_ends_one_that_it_forks() -> None:
-    group = alone()
-    group.leaves_on_sigterm = True
+def test_sigterm_makes_this_process_leave_and_reaches_one_that_it_forks(handler: Any, code: int) -> None:
+    (group := alone()).leaves_on_sigterm = True
+    before = signal.signal(signal.SIGTERM, handler)
     with LocalSGD(*linear_and_sgd(), every_steps=2, group=group) as local:
         forked = get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGTERM,))
         forked.start()
         forked.join()
-        assert forked.exitcode == -signal.SIGTERM
         signal.raise_signal(signal.SIGTERM)
         assert local.is_leaving
+    assert (signal.signal(signal.SIGTERM, before), forked.exitcode) == (handler, code)

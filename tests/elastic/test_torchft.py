@@ -145,12 +145,12 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         assert [each / asked[0] for each in asked[:3]] == [1, 1, 2]
         assert asked[0] == timedelta(seconds=7.5)
         assert asked[3] <= timedelta(seconds=20)
-        group.is_leaving = lambda: True
+        group.is_leaving, group._timeout, group.wait_seconds = lambda: True, timedelta(seconds=960), 3600.0
         late = patch.object(group._manager, "start_quorum", side_effect=TimeoutError("status: Cancelled"))
-        with late, pytest.raises(LeftError, match=r"does not answer \(no quorum in 7.5 s\)"):
+        with late, pytest.raises(LeftError, match=r"does not answer \(no quorum in 1440 s\)"):
             group.start_quorum()
         group.wait_seconds = 0.0
-        with late, pytest.raises(NoQuorumError, match=r"no quorum in 0.1 s. Check on its page"):
+        with late, pytest.raises(NoQuorumError, match=r"no quorum in 0.1 s\). See on the page"):
             group.start_quorum()
     finally:
         group.leave()

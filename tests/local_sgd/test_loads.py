@@ -65,7 +65,8 @@ def copy_in(model: nn.Module, weights: Tensor) -> None:
 def load(model: nn.Module, weights: Tensor) -> None:
     other = copy.deepcopy(model)
     copy_in(other, weights)
-    model.load_state_dict(other.state_dict())
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}  # not averaged
+    model.load_state_dict(other.state_dict() | frozen)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_weights_of_one_process_are_refused(member: Member) -> None:
 def test_weights_loaded_for_an_evaluation_and_taken_back_change_nothing(member: Member) -> None:
     def trained(*, evaluates: bool) -> Tensor:
         member.take(new_model())
+        next(member.model.parameters()).requires_grad_(False)
         with member.local(every_steps=4, **BEST):
             first = flat(member.model)
             member.train(6)

@@ -52,10 +52,6 @@ def entered(**settings: Any) -> Callable[[Member], object]:
     return lambda member: member.local(**settings).__enter__()
 
 
-def given_twice(member: Member) -> None:
-    with_model(member.model, [member.optimizer] * 2)(member)
-
-
 def entered_twice(member: Member) -> None:
     with member.local() as local:
         local.__enter__()
@@ -102,10 +98,6 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer, self.param_groups = inner, inner.param_groups
 
 
-def wrapped_optimizer(member: Member) -> None:
-    with_model(member.model, Wrapper(member.optimizer))(member)
-
-
 def foreign_parameters(member: Member) -> None:
     parameters = [*member.model.parameters(), nn.Parameter(torch.ones(3))]
     with_model(member.model, torch.optim.SGD(parameters, lr=0.1))(member)
@@ -119,10 +111,6 @@ def frozen(member: Member) -> None:
 def joined_by_contributors(member: Member, **settings: Any) -> None:
     with member.local(every_steps=4, **settings) as local:
         local.join_hook(divide_by_initial_world_size=False)
-
-
-def joined_with_a_subgroup(member: Member) -> None:
-    joined_by_contributors(member, subgroup=member.pair)
 
 
 def state_on_one_only(member: Member) -> None:
@@ -161,8 +149,14 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "no values": (with_model(WITHOUT_VALUES), "AttachError: 1.running_mean is on the meta device and has no"),
     "nothing to train": (frozen, "AttachError: no parameter of the model is trained"),
     "no optimizer": (with_model(new_model(), "SGD"), "ConfigError: expected a torch.optim.Optimizer"),
-    "wrapped optimizer": (wrapped_optimizer, "ConfigError: Wrapper wraps an optimizer"),
-    "one optimizer twice": (given_twice, "ConfigError: expected one optimizer or several, each once"),
+    "wrapped optimizer": (
+        lambda member: with_model(member.model, Wrapper(member.optimizer))(member),
+        "ConfigError: Wrapper wraps an optimizer",
+    ),
+    "one optimizer twice": (
+        lambda member: with_model(member.model, [member.optimizer] * 2)(member),
+        "ConfigError: expected one optimizer or several, each once",
+    ),
     "other model's": (with_model(new_model()), "ConfigError: the optimizer holds none of the model's"),
     "more than the model's": (foreign_parameters, "ConfigError: SGD's parameter group 0 has param"),
     "outer is an optimizer": (lambda member: member.local(outer=member.optimizer), OUTER),
@@ -179,7 +173,10 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "average after": (averaged_outside, "StepError: average() was called outside"),
     "state before": (lambda member: member.local().state_dict(), "StepError: there is nothing to save"),
     "joined outside": (lambda member: member.local().join_hook(), "StepError: enter LocalSGD before"),
-    "joined with a subgroup": (joined_with_a_subgroup, "ConfigError: with a subgroup"),
+    "joined with a subgroup": (
+        lambda member: joined_by_contributors(member, subgroup=member.pair),
+        "ConfigError: with a subgroup",
+    ),
     "joined without processes": (
         lambda member: member.local().join_process_group,
         "AttachError: there is no process group to join",

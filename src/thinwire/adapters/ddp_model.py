@@ -417,8 +417,8 @@ def check_layout(specs: Specs, parameters: Sequence[torch.Tensor], flat: torch.T
         image = torch.empty(spec.shape, device="meta")
         layouts = spec.stride, image.stride(), image.to(memory_format=formats[image.dim()]).stride()
         # The values tell: DDP does not. Other hooks may have changed all of them.
-        now, *others = (torch.equal(part.as_strided(spec.shape, stride), gradient) for stride in layouts)
-        if not now and any(others):
+        fits = (torch.equal(part.as_strided(spec.shape, stride), gradient) for stride in layouts)
+        if not next(fits) and any(fits):
             raise StepError(CONVERTED)
 
 

@@ -169,10 +169,10 @@ class AveragedModel:
 
     def _note_load(self, part: nn.Module, state: Mapping[str, Any], *_: object) -> None:
         if self.before_load is None:
-            own = {local_tensor(parameter).data_ptr() for parameter in part.parameters()} - {0}
+            trained = {item.value.data_ptr() for item in self.tensors() if not item.is_buffer} - {0}
             tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
             # torch.distributed.checkpoint writes to the model's own tensors, and then has it load them.
-            is_written = not own.isdisjoint(local_tensor(tensor).data_ptr() for tensor in tensors)
+            is_written = any(local_tensor(tensor).data_ptr() in trained for tensor in tensors)
             self.before_load = WRITTEN if is_written else self._checksum()
 
     def has_loaded(self) -> bool:

@@ -95,10 +95,11 @@ class Member(Averager):
                 own = os.getpid()
 
                 def told(number: int, frame: object) -> None:
-                    if os.getpid() != own:  # forked inside the context: end
-                        signal.signal(number, signal.SIG_DFL)
+                    if os.getpid() == own:
+                        self.leave()
+                    else:  # forked inside the context: as outside of it
+                        signal.signal(number, restored)
                         signal.raise_signal(number)
-                    self.leave()
 
                 previous = signal.signal(signal.SIGTERM, told)
                 # None is a handler that was not installed from Python; Python can't restore it.

@@ -54,8 +54,8 @@ class _Averaging(NamedTuple):
 class ElasticMembership:
     """Averages with all present members, repeatedly if it fails; keeps track of the members.
 
-    An averaging's last message says that every member has received everything. A member that misses only
-    it is in doubt: it keeps what it has prepared, and learns in the next quorum whether others committed.
+    All members commit an averaging, or none: its last message says that each has received everything. A
+    member that misses only that is in doubt: it keeps the averaging, and the next quorum says what holds.
 
     When members come or go, those who stay multiply their residual by new over old number, which keeps the
     mean over the members.
@@ -202,7 +202,7 @@ class ElasticMembership:
             # Don't abandon it: another member may have received this message, and committed.
             self._doubt = opened
             raise
-        # The hand-over comes after the commit, so that its failure undoes nothing.
+        # No message before the commit: it could fail on one member. So the hand-over comes after it.
         self.group.commit(True)
         self._commit(opened)
         self._hand_over(opened.statuses)

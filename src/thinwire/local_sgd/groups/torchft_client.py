@@ -64,8 +64,8 @@ class QuorumClient:
             except Exception as error:
                 answer.set_exception(error)
 
-        # Nothing can abort that call. It ends with the answer to the next request, or at its timeout. (The
-        # manager's own retries, quorum_retries, outlast it: they would join for a member that is training.)
+        # Nothing can abort that call: it ends at its timeout, or with the next request, whose answer all get.
+        # (The manager's own retries, quorum_retries, outlast it: they would join for one that is training.)
         threading.Thread(target=ask, name="thinwire_quorum", daemon=True).start()
         while not wait([answer], LOOK_SECONDS).done:
             if self.has_left or self._is_broken():

@@ -199,7 +199,7 @@ class TorchftGroup(Group):
         """Ask the lighthouse for a quorum until it answers; torchft's manager connects its members."""
         # If a lighthouse dies during a request, torchft's manager never reports it. If the connection breaks,
         # ask again immediately; if the machine or network is down, it does not, so ask again after a while.
-        # Each request restarts the lighthouse's grace period for stragglers, so the while doubles.
+        # Each request restarts the lighthouse's grace period for stragglers: doubled, the while outlasts it.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
@@ -210,12 +210,12 @@ class TorchftGroup(Group):
                 # Otherwise the next call would raise the same error before it asks.
                 self._manager._quorum_future = None
                 # It may wait for other members; torchft's own text does not say so.
-                late = f"no quorum in {limit.total_seconds():.3g} s"
+                late = f"no quorum in {round(limit.total_seconds(), 1):g} s"
                 why = late if isinstance(error, TimeoutError) else error
                 if time.monotonic() >= give_up_at:
                     raise NoQuorumError(
                         f"no quorum of at least {self.min_members} members within {self.wait_seconds:g} s "
-                        f"at the lighthouse {self._lighthouse}: {why}. Check on its page who has joined"
+                        f"(last: {why}). See on the page of the lighthouse {self._lighthouse} who has joined"
                     ) from error
                 if self.is_leaving():
                     raise LeftError(
