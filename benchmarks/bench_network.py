@@ -194,9 +194,8 @@ def ours(
     return Ours
 
 
-def overlapped(algorithm: Algorithm) -> NewTrainer:
+def overlapped(algorithm: Algorithm, *, bucket_cap_mb: int) -> NewTrainer:
     class Overlapped(Synced):
-        bucket_cap_mb = SMALL_BUCKET_MB
         period_steps = OVERLAPPED_STEPS
 
         def attach(self) -> None:
@@ -210,6 +209,7 @@ def overlapped(algorithm: Algorithm) -> NewTrainer:
                 self.sync.flush()
             return None
 
+    Overlapped.bucket_cap_mb = bucket_cap_mb
     return Overlapped
 
 
@@ -277,7 +277,10 @@ CONTENDERS: dict[str, NewTrainer] = {
         for bits in some_bits
     },
     **{
-        f"Quantize(bits={bits}), small buckets, {OVERLAPPED}": overlapped(thinwire.Quantize(bits=bits))
+        f"Quantize(bits={bits}), {words}, {OVERLAPPED}": overlapped(
+            thinwire.Quantize(bits=bits), bucket_cap_mb=bucket_cap_mb
+        )
+        for words, bucket_cap_mb in (("small buckets", SMALL_BUCKET_MB), ("buckets of 2 MB", 2))
         for bits in (4, 2)
     },
     # Of hosts of several processes: each sends by itself.
