@@ -146,6 +146,9 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         assert asked[0] == timedelta(seconds=7.5)
         assert asked[3] <= timedelta(seconds=20)
         group.is_leaving, group._timeout, group.wait_seconds = lambda: True, timedelta(seconds=960), 3600.0
+        gone = patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer"))
+        with gone, pytest.raises(LeftError, match=r"the lighthouse .* does not answer \(no answer\)"):
+            group.start_quorum()
         late = patch.object(group._manager, "start_quorum", side_effect=TimeoutError("status: Cancelled"))
         with late, pytest.raises(LeftError, match=r"does not answer \(no quorum in 1440 s\)"):
             group.start_quorum()

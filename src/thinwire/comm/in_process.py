@@ -123,7 +123,7 @@ class _Member(Generic[Result]):
             if self._is_interrupted:
                 raise KeyboardInterrupt
             if self.is_stuck:
-                # All wait: nothing arrives. For this wait only: elastic members may go on without who failed.
+                # All wait, so nothing arrives. Only this wait fails: elastic members may go on without one.
                 self.is_stuck = False
                 raise CommunicationError(awaited.who_is_missing())
             self.awaited = awaited

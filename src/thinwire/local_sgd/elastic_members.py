@@ -89,7 +89,8 @@ class Member(Averager):
             # If a state can't be sent, fail now, before training; the first newcomer would stop all members.
             plain(self._contributor.state())
             attached.callback(setattr, self, "_is_inside", False)
-            # Callbacks run in reverse: SIGTERM has its old handler, and ends the process, while it leaves.
+            # Callbacks run in reverse: SIGTERM gets its old handler back first, so a SIGTERM while the group
+            # is left ends the process.
             in_main_thread = threading.current_thread() is threading.main_thread()
             if membership.group.leaves_on_sigterm and in_main_thread:
                 own = os.getpid()

@@ -197,9 +197,10 @@ class TorchftGroup(Group):
 
     def _ask(self, give_up_at: float) -> None:
         """Ask the lighthouse for a quorum until it answers; torchft's manager connects its members."""
-        # If a lighthouse dies during a request, torchft's manager never reports it. If the connection breaks,
-        # ask again immediately; if the machine or network is down, it does not, so ask again after a while.
-        # Each request restarts the lighthouse's grace period for stragglers: doubled, the while outlasts it.
+        # If a lighthouse dies during a request, torchft's manager never reports it. So ask again immediately
+        # if the connection breaks, and after a while: it does not break if the machine or network is down.
+        # But each request restarts the lighthouse's grace period for stragglers, so the time until the next
+        # one doubles, until it exceeds any grace period.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
