@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 
 EVERY_PROTOCOL = socket.htons(3)
-SOL_PACKET, PACKET_VNET_HDR = 263, 15
+SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 # With this header each frame says which checksum it lacks and how to cut it into packets. So frames of 64 KiB
 # pass as one, and no interface has to compute checksums.
 VNET_HEADER_BYTES = 10
@@ -84,6 +84,7 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
 def _opened(interface: str) -> socket.socket:
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, EVERY_PROTOCOL)
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+    port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)  # what the relay itself sends; since Linux 4.20
     for forced, plain in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
         try:
             port.setsockopt(socket.SOL_SOCKET, forced, BUFFER_BYTES)
@@ -96,13 +97,9 @@ def _opened(interface: str) -> socket.socket:
 
 def _received(port: socket.socket) -> list[bytes]:
     frames = []
-    for _ in range(FRAMES_IN_A_ROW):
-        try:
-            frame, address = port.recvfrom(FRAME_BYTES)
-        except BlockingIOError:
-            break
-        if address[2] != socket.PACKET_OUTGOING:  # skip what the relay itself has sent
-            frames.append(frame)
+    with suppress(BlockingIOError):
+        while len(frames) < FRAMES_IN_A_ROW:
+            frames.append(port.recv(FRAME_BYTES))
     return frames
 
 
