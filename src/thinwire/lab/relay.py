@@ -96,7 +96,7 @@ def _opened(interface: str) -> socket.socket:
 
 
 def _received(port: socket.socket) -> list[bytes]:
-    frames = []
+    frames = list[bytes]()
     with suppress(BlockingIOError):
         while len(frames) < FRAMES_IN_A_ROW:
             frames.append(port.recv(FRAME_BYTES))
