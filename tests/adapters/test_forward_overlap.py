@@ -274,7 +274,12 @@ def test_a_step_is_abandoned_before_its_means_are_sent_or_when_one_did_not_come(
         model.state_dict()
     sync.abandon()
     assert torch.equal(flat(model), before)
-    one_step(model, optimizer)
+    sent = sync.stats().messages
+    torch.autograd.backward(loss_of(model, 0))
+    sent_meanwhile = sync.stats().messages - sent
+    optimizer.step()
+    num_buckets = (sync.stats().messages - sent) // 2
+    assert num_buckets < sent_meanwhile < 2 * num_buckets  # some means, too
     assert are_alike([flat(model)])
     assert sync.steps == 1
 

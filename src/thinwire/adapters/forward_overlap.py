@@ -48,6 +48,11 @@ from thinwire.torch_private import (
     version_of,
 )
 
+# Between the first messages of a backward pass the link often pauses, and can send means: those of every
+# fourth bucket, when two more were started. More would delay the last first messages, for which `step()`
+# waits. Decided by what was started, not by what has arrived, so that every rank sends in the same order.
+SENT_EARLY, SENT_MEANWHILE = 4, 2
+
 
 def overlap_forward(
     model: nn.Module,
@@ -259,6 +264,8 @@ class ForwardAdapter:
         pending = PendingBucket(self._buckets.of(parameters, flat), parameters, flat.clone())
         try:
             self._open.start(pending.state, pending.mean)
+            if (arrived := len(self._started) - SENT_MEANWHILE) % SENT_EARLY == 0 <= arrived:
+                self._open.send_mean(arrived)
         except BaseException:
             self.forget()
             raise

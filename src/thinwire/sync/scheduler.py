@@ -99,6 +99,7 @@ class CollectiveScheduler:
         self._closing: Task | None = None  # the one more, from `close_with`
         self._transport, self._is_pipelined = transport, pipelined
         self._rounds: list[Round] = []  # in flight
+        self._means: dict[Task, Round] = {}  # those that `take` waits for
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
@@ -119,7 +120,7 @@ class CollectiveScheduler:
             while previous in self._rounds:
                 self._advance_first()
 
-    def _advance_first(self, *, sends: bool = True) -> bool:
+    def _advance_first(self) -> bool:
         """Wait for the round that was sent first, and send only its buckets' next requests."""
         if self._rounds:
             first = self._rounds[0]
@@ -127,7 +128,7 @@ class CollectiveScheduler:
             with profiler_range(f"thinwire: next round of {bucket}"):
                 waiting = self._receive([first], first.tasks, bucket)
                 del self._rounds[0]
-                if waiting and sends:
+                if waiting:
                     self._send(waiting, f"a later round of the bucket of {bucket}")
         return bool(self._rounds)
 
@@ -161,22 +162,24 @@ class CollectiveScheduler:
 
     # For means that are applied bucket by bucket, during the next forward pass.
 
-    def collect(self) -> None:
-        """Wait for the messages in flight, in turn; buckets run to their next requests, not sent yet."""
-        while self._advance_first(sends=False):
-            pass
+    def collect(self, tasks: Sequence[Task]) -> None:
+        """Wait for these buckets' first messages; they run to their next requests, which are not sent yet."""
+        for round_ in [round_ for round_ in self._rounds if round_.tasks[0] in tasks]:
+            self._receive([round_], round_.tasks, round_.tasks[0].bucket)
+            self._rounds.remove(round_)
 
-    def send_last_first(self) -> None:
-        """Send the buckets' current requests, the last bucket's first: the next forward pass starts there."""
-        for task in reversed(self.tasks):
-            if not isinstance(task.request, Commit):
-                self._send([task], f"the mean of the bucket of {task.bucket}")
+    def send_means(self, tasks: Sequence[Task]) -> None:
+        """Send these buckets' second messages, unless they were sent, without waiting."""
+        for task in tasks:
+            if task not in self._means and not isinstance(task.request, Commit):
+                purpose = f"{self.name}, the mean of the bucket of {task.bucket}"
+                self._means[task] = Round([task], self._transport, purpose)
 
     def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and commit that bucket."""
-        for round_ in [round_ for round_ in self._rounds if task in round_.tasks]:
-            self._receive([round_], round_.tasks, task.bucket)
-            self._rounds.remove(round_)
+        if task in self._means:
+            self._receive([self._means[task]], [task], task.bucket)
+            del self._means[task]
         with profiler_range(f"thinwire: decode {task.bucket}"):
             self.commit([task])
 
@@ -249,11 +252,11 @@ class CollectiveScheduler:
     def drain(self) -> None:
         """Wait for messages that were in flight at `close`; whether they fail no longer matters."""
         # Until then the backend may write to the messages, which may be the gradients' own memory.
-        for round_ in self._rounds:
+        for round_ in (*self._rounds, *self._means.values()):
             for work in round_.works:
                 with suppress(CommunicationError):
                     work.wait()
-        self._rounds = []
+        self._rounds, self._means = [], {}
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:

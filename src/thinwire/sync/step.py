@@ -257,16 +257,25 @@ class Step:
 
     # `overlap_forward` commits bucket by bucket, without a joint decision: its plans write no memory.
 
+    def send_mean(self, index: int) -> None:
+        """Wait for a bucket's first message, and send its second, while the backward pass continues."""
+        # In the first step, buckets wait until all were started.
+        if index < len(self._scheduler.tasks):
+            task = self._scheduler.tasks[index]
+            with self._working(are_ready=True):
+                self._scheduler.collect([task])
+                self._scheduler.send_means([task])
+
     def collect(self) -> list[Task]:
         """Wait for all first messages; return the buckets' tasks, suspended at their second one."""
         with self._all_sent(), self._clock.exposed():
-            self._scheduler.collect()
+            self._scheduler.collect(self._scheduler.tasks)
         return self._scheduler.tasks
 
     def send_means(self) -> None:
-        """Send all second messages, without waiting."""
+        """Send all second messages, without waiting; the last bucket's first: the next pass starts there."""
         with self._working(are_ready=False):
-            self._scheduler.send_last_first()
+            self._scheduler.send_means(self._scheduler.tasks[::-1])
 
     def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and write it over its gradients."""
