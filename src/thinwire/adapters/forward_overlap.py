@@ -7,6 +7,8 @@ One step, with buckets `a` (the last layers; ready first) and `b` (the first lay
     forward pass       first layers are read: waits for b's means, steps b's parameters
                        last layers are read: a's means have arrived by now; steps a's parameters
 
+With more buckets, some means are sent during the backward pass already (`SENT_EARLY`).
+
 Known as DeAR (Zhang et al., ICDCS 2023): reduce-scatter during the backward pass, all-gather during the next
 forward pass. Each layer uses the same weights as with `attach`.
 """
@@ -90,8 +92,8 @@ def overlap_forward(
     Returns:
         The handle. Its `detach()` steps all pending parameters and restores the optimizer.
 
-    Cost: that of `attach`, and a copy of the gradients in memory. Half of the bytes are sent during the
-    backward pass, half during the next forward pass.
+    Cost: that of `attach`, and a copy of the gradients in memory. Of the bytes, about 5/8 are sent during the
+    backward pass, the rest during the next forward pass.
 
     Raises:
         AttachError: The model is no DDP model, or can't be averaged, or is compiled; or the optimizer is not
