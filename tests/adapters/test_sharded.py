@@ -458,9 +458,8 @@ def test_after_an_exception_in_a_backward_pass() -> None:
 
     for one_alone in (sync.abandon, model.reset_iter_state):
         hook = model.embed.register_forward_hook(lambda _, __, x: x.register_hook(fail) and None)
-        with pytest.raises(ArithmeticError):
+        with hook, pytest.raises(ArithmeticError):
             backward(model, 2)
-        hook.remove()
         one_alone()
         assert "abandon()" in error_of(lambda: model(tokens_of(3)))
         model.reset_iter_state()
