@@ -343,6 +343,11 @@ class FSDPModel:
         return not reduces or not all(state._state_ctx.is_last_backward for state in self.states)
 
     @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass has begun and not ended; between passes: whether it has raised."""
+        return any(state._state_ctx.post_backward_final_callback_queued for state in self.states)
+
+    @property
     def is_inside_another(self) -> bool:
         """Whether it is part of a larger FSDP2 model; known from its first forward pass on."""
         # The first module to run is a root. There are several roots if no module holds the others.

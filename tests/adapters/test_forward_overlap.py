@@ -22,7 +22,7 @@ import thinwire
 from processes import in_each_process
 from thinwire import Quantize
 from thinwire.adapters.forward_overlap import OverlappedSync
-from thinwire.errors import AttachError, CommunicationError, ConfigError, StepError
+from thinwire.errors import AgreementError, AttachError, CommunicationError, ConfigError, StepError
 from thinwire.sync.step import Step
 from training import are_alike, ddp_of, flat
 
@@ -415,9 +415,12 @@ def attempt(
     wrap: Callable[[Any], Any] = lambda module: module,
     clip_norm: float | None = None,
     **options: Any,
-) -> object:
+) -> None:
     model = DistributedDataParallel(wrap(nn.Linear(4, 4)), **options)
-    return thinwire.overlap_forward(model, algorithm, optimizer(model.parameters()), clip_norm=clip_norm)
+    deferred = optimizer(model.parameters())
+    thinwire.overlap_forward(model, algorithm, deferred, clip_norm=clip_norm)
+    model(torch.ones(4)).sum().backward()
+    deferred.step()
 
 
 @in_each_process(2)
@@ -427,11 +430,9 @@ def test_what_can_not_wait_is_refused() -> None:
         (ConfigError, {"algorithm": Foreign([torch.ones(1)]), "optimizer": lambda _: Quantize()}),
         (ConfigError, {"algorithm": Quantize(bits=2, error_feedback=True)}),
         (ConfigError, {"clip_norm": 0.0}),
-        (ConfigError, {"find_unused_parameters": True}),
-        (ConfigError, {"static_graph": True}),
-        (AttachError, {"optimizer": Foreign}),
-        (AttachError, {"optimizer": hooked}),
-        (AttachError, {"optimizer": torch.optim.LBFGS}),
+        (AgreementError, {"clip_norm": 1.0 + dist.get_rank()}),
+        *((ConfigError, {option: True}) for option in ("find_unused_parameters", "static_graph")),
+        *((AttachError, {"optimizer": kind}) for kind in (Foreign, hooked, torch.optim.LBFGS)),
         (AttachError, {"optimizer": lambda p: torch.optim.SGD(list(p)[1:], lr=0.1)}),
         (AttachError, {"optimizer": lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1)}),
         (AttachError, {"wrap": partial(torch.compile, backend="eager")}),

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from processes import in_each_process
 from thinwire import AttachError, ConfigError, LocalSGD, hooks
+from thinwire.torch_private import timeout_of
 from training import agreed, ddp_of, flat, halves, new_model, new_optimizer, pairs, train
 
 
@@ -55,8 +56,7 @@ def test_gradients_are_torchs_own(local_gradients: bool) -> None:
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"start_localSGD_iter": -1}, "start_localSGD_iter must be a whole number"),
-    ({"start_localSGD_iter": 1.5}, "start_localSGD_iter must be a whole number"),
+    *(({"start_localSGD_iter": wrong}, "start_localSGD_iter must be a whole number") for wrong in (-1, 1.5)),
     ({"post_local_gradient_allreduce": 2}, "post_local_gradient_allreduce must be True"),
     ({"subgroup": 3}, "subgroup must be a torch.distributed process group or None, got 3"),
     ({"process_group": "all"}, "process_group must be a torch.distributed process group"),
@@ -88,6 +88,7 @@ def test_without_a_subgroup_local_steps_need_the_launchers_word() -> None:
     assert [state.iter for state in states] == [3, 3]
     assert [call.args[0] for call in warned.call_args_list] == ["step %d will fail: %s"]
     assert halves(models[1]) == (True, False)
+    assert len({timeout_of(g, torch.device("cpu")) for g in (states[1].subgroup, dist.group.WORLD) if g}) < 2
 
 
 @in_each_process(4)

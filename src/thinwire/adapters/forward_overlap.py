@@ -124,7 +124,8 @@ def overlap_forward(
     _check_optimizers(ddp_model, optimizers)
     names = names_in(ddp_model)
     specs = [ParameterSpec.of(name, tensor) for tensor, name in names.items() if tensor.requires_grad]
-    engine = new_engine(algorithm, transport, specs, Settings(), False)
+    settings = Settings(others={"overlap_forward": f"with clip_norm={clip_norm and float(clip_norm)}"})
+    engine = new_engine(algorithm, transport, specs, settings, False)
     deferred = [DeferredOptimizer(optimizer, poison=poison) for optimizer in optimizers]
     adapter = ForwardAdapter(engine, names, deferred, clip_norm)
     switch = switched(ddp_model, lambda: adapter, ATTACHED)  # type: ignore[arg-type,return-value]

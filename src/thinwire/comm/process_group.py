@@ -376,10 +376,13 @@ def over_connections(interface: str, number: int) -> ProcessGroupTransport:
         os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
-def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def own_subgroup(
+    size: int, group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> dist.ProcessGroup:
     """Divide a group into subgroups of neighbours and return this process's. Collective."""
+    timeout = None if device is None else timeout_of(checked_group(group), device)  # or half an hour
     try:
-        subgroup: dist.ProcessGroup = dist.new_subgroups(size, group)[0]  # type: ignore[no-untyped-call]
+        subgroup: dist.ProcessGroup = dist.new_subgroups(size, group, timeout)[0]  # type: ignore[no-untyped-call]
     except ValueError as error:
         raise ConfigError(
             f"{error}; pass subgroup=, this process's group of processes on one machine"

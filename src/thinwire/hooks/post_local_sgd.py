@@ -127,7 +127,7 @@ def averaged(
         size = _processes_per_machine()
         if size is None:
             raise ConfigError(f"local SGD can't start: {NO_MACHINE}")
-        state.subgroup = own_subgroup(size, state.process_group)
+        state.subgroup = own_subgroup(size, state.process_group, flat.device)
     transport = ProcessGroupTransport(state.subgroup if is_local else state.process_group, flat.device)
     # Before the step is counted: the last bucket still belongs to it.
     purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"

@@ -75,8 +75,8 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
     if len({status.step for status in statuses}) > 1:
         steps = _listed([f"{rank}: {status.step}" for rank, status in enumerate(statuses)])
         raise StepError(
-            f"ranks are at different steps ({steps}), so nothing was averaged; pass grad_scaler=, or for "
-            "uneven inputs train inside thinwire.join(local)"
+            f"ranks are at different steps ({steps}), so nothing was averaged; call average() and "
+            "state_dict() on all, pass grad_scaler=, or for uneven inputs train inside thinwire.join(local)"
         )
     if any(status.has_loaded for status in statuses):
         raise StepError(LOADED)

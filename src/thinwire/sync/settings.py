@@ -100,6 +100,7 @@ class Settings:
     health_group: Transport | None = None  # a model's shards, which must agree whether a step is healthy
     typed: Mapping[str, str] = field(default_factory=dict)
     weight: Weight | None = None  # None: all processes count the same
+    others: Mapping[str, str] = field(default_factory=dict)  # an adapter's own, to be compared, by subject
 
     def __post_init__(self) -> None:
         if self.host_check not in ("auto", True, False):
@@ -150,6 +151,7 @@ class Settings:
             "find_unused_parameters": str(self.may_be_unused),
             "host_check": str(self.host_check),
             "on_nonfinite": self.on_nonfinite,
+            **self.others,
         }
         if self.loss_scale is not None:
             described["grad_scaler"] = "set"

@@ -196,10 +196,11 @@ class FSDPAdapter:
             if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
                 raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
-        if self._arrived:  # left by an exception
+        # Left by an exception: FSDP2 would never end a pass again, and the optimizer would find no gradient.
+        if self._arrived or sharded.is_in_pass:
             raise StepError(
-                f"{NOT_AVERAGED}: the last backward pass has raised (call abandon()), or a part is "
-                f"{REENTRANT}, and restart"
+                f"{NOT_AVERAGED}: the last backward pass has raised (call the model's reset_iter_state() "
+                f"and abandon()), or a part is {REENTRANT}, and restart"
             )
         # FSDP2 takes no more modules after its first pass.
         if not self._has_order and not sharded.is_all_of(model):

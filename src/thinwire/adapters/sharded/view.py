@@ -64,7 +64,7 @@ class ShardedModel(torch_private.FSDPModel):
             self._infos = [group.mesh_info for group in self.groups]
             dims = [(info.shard_mesh_dim, info.replicate_mesh_dim) for info in self._infos]
             # Read everything that is needed later once, so that anything missing is found now.
-            _ = self.waits_for_more, list(self.parameters)
+            _ = self.waits_for_more, self.is_in_pass, list(self.parameters)
             _ = list(map(self.has_calls_to_come, range(len(self.groups))))
         except AttributeError as error:
             raise AttachError(
