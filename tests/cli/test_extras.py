@@ -16,11 +16,8 @@ from thinwire.errors import MissingExtraError
 from watch.test_report import watched
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "accelerate": ["accelerate"],
-    "lightning": ["lightning", "pytorch_lightning"],
-    "transformers": ["transformers"],
-}
+PACKAGES = {"accelerate": ["accelerate"], "transformers": ["transformers"]}
+PACKAGES["lightning"] = ["lightning", "pytorch_lightning"]
 
 
 @pytest.mark.parametrize("extra", list(PACKAGES))

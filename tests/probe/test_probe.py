@@ -183,6 +183,7 @@ def test_between_sizes_it_is_linear() -> None:
         ({"timings": [{"message_bytes": 4}]}, "a field is missing or of a wrong type: .*'seconds'"),
         ({"timings": [{"message_bytes": 4, "seconds": [math.nan]}]}, "seconds must be a number .*, got nan"),
         ({"nodes": [[0, "1"]]}, "a process must be a whole number"),
+        ({"hosts": ["one", "\x1b[2J"]}, r"'.x1b\[2J' is no name"),
         ({"wire_factors": {"all_gather": 0.5}}, "wire_factors must be a number of at least 1"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,13 @@ def main() -> None:
 
     The same for output that can't be written; if its reader has gone, the command ends as if by SIGPIPE.
     """
+    # A shell may have closed them.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    # Not every terminal has our signs, or those of a path: it shows "?" instead.
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             _run_typed()
@@ -106,9 +114,6 @@ def _docstring(name: str) -> str:
 
 def _write_what_is_left() -> None:
     """Flush stdout now: when the interpreter ends, it is too late to report that it can't be written."""
-    # A shell may have closed stdout.
-    if sys.stdout is None:
-        return
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -86,15 +86,27 @@ def check_output(option: str, path: Path | None) -> None:
     if path is None:
         return
     _check_given(option, path)
-    if path.is_dir():
-        why = "it is a folder; give a file"
-    elif not path.parent.is_dir():
-        why = f"there is no folder {path.parent}; make it first"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "permission denied; give another file"
-    else:
-        return
-    raise ConfigError(f"{option} {path} can't be written: {why}")
+    why = None
+    try:
+        if path.is_dir():
+            why = "it is a folder; give a file"
+        elif not path.parent.is_dir():
+            why = f"there is no folder {path.parent}; make it first"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "permission denied; give another file"
+    except OSError as error:  # its folder may not be read, or its name is too long
+        why = f"{error.strerror}; give another file"
+    if why is not None:
+        raise ConfigError(f"{option} {path} can't be written: {why}")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file after the work; the error names it, which Python's does not if the disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def make_folder(option: str, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from thinwire.checks import number, processes_here
-from thinwire.cli.job import check_output
+from thinwire.cli.job import check_output, write_output
 from thinwire.errors import ConfigError
 from thinwire.lab import LinkSpec, Network, check_machine
 from thinwire.launch import Job, Output, Process
@@ -97,7 +97,7 @@ def lab(
     seconds = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
         outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
-        report.write_text(json.dumps(outcome) + "\n")
+        write_output(report, json.dumps(outcome) + "\n")
     # If the output can't be written, `main` reports it.
     for machine, sent in enumerate(sent_bytes if output.error is None else []):
         first = machine * processes_per_machine

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.job import BACKEND, PROCESSES, check_output, joined_job, run_here
+from thinwire.cli.job import BACKEND, PROCESSES, check_output, joined_job, run_here, write_output
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure
@@ -66,7 +66,7 @@ def probe(
             if rates:
                 Console(stderr=as_json).print(describe_streams(rates), highlight=False, soft_wrap=True)
             if save is not None:
-                probed.save(save)
+                write_output(save, probed.to_json() + "\n")
 
 
 def _counts(streams: str | None) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from thinwire.cli.job import check_output
+from thinwire.cli.job import check_output, write_output
 from thinwire.errors import ConfigError
 from thinwire.watch import read_run
 
@@ -37,7 +37,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
 
     runs = [read_run(path) for path in paths]
     # Make the page first: a run without steps raises, and leaves an older file alone.
-    output.write_text(report_page(runs), encoding="utf-8")
+    write_output(output, report_page(runs))
     for run in runs:
         if run.damage:
             print(f"thinwire: {run.path}: {run.damage}", file=sys.stderr)

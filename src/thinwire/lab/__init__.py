@@ -254,6 +254,9 @@ class Namespace:
 
 def _allowed_flags() -> list[str]:
     """Return the flags with which `unshare` may make a first network namespace on this computer."""
+    # Namespaces are entered through /proc: with other processes there, root would change the computer's own.
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise ConfigError("the lab can't run inside a lab: /proc shows other processes; start it outside")
     # Try them: whether it is allowed depends on capabilities, sysctls and AppArmor.
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:

@@ -169,7 +169,7 @@ class Probe:
         plain = json.loads(text)
         try:
             if plain["version"] != VERSION:
-                raise ValueError(f"version {plain['version']}, expected {VERSION}")
+                raise ValueError(f"version {plain['version']!r:.40}, expected {VERSION}")
             plain["timings"] = [Timing(**timing) for timing in plain["timings"]]
             plain["pairs"] = [
                 PairTiming(**pair | {"processes": tuple(pair["processes"])}) for pair in plain["pairs"]
@@ -182,6 +182,9 @@ class Probe:
 
     def _check(self) -> None:
         whole_number("world_size", self.world_size, minimum=2)
+        for name in (self.backend, self.device, *self.hosts):
+            if not name.isprintable():  # a terminal would obey it
+                raise ValueError(f"{name!r:.40} is no name")
         for rank in chain(*self.nodes, *(pair.processes for pair in self.pairs)):
             whole_number("a process", rank, minimum=0)
         for seconds in chain(*(timing.seconds for timing in self.timings), (p.seconds for p in self.pairs)):

@@ -13,6 +13,18 @@ from thinwire.errors import ConfigError
 FORMAT = 4  # of files; a reader refuses all others
 KINDS = ("run", "plan", "step", "norms", "log")
 RESERVED = ("kind", "step", "seconds")  # fields of every record of logged numbers
+# What a page reads, by kind.
+NUMBER = (int, float)
+SUMMED = ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
+SECONDS = ("seconds", "step_seconds", "exposed_seconds", "waiting_seconds", "arithmetic_seconds")
+FIELDS: dict[str, dict[str, Any]] = {
+    "run": {"name": (str, type(None)), "processes": int, "machines": int, "process_rank": int},
+    "plan": {"step": int, "algorithm": str, "routes": list},
+    "route": {"label": str, "detail": str, "gradient_bytes": NUMBER, "message_bytes": NUMBER},
+    "step": {"step": int, **dict.fromkeys((*SUMMED, *SECONDS), NUMBER)},
+    "norms": {"step": int, "relative_error": dict},
+    "log": {"step": int, "seconds": NUMBER},
+}
 
 Record = dict[str, Any]
 
@@ -77,17 +89,18 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         first, *lines = path.read_bytes().splitlines(keepends=True) or [b""]
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    records = [check_first_line(path, first)]
-    rank = records[0]["process_rank"]
-    for number, line in enumerate(lines, start=2):
+    records: list[Record] = []
+    rank = check_first_line(path, first).get("process_rank")
+    for number, line in enumerate([first, *lines], start=1):
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("it is cut off")
             record = _record_of(line)
             # If two processes append to one file, their steps can't be separated.
             if (other := record.get("process_rank", rank)) != rank:
-                what = f"it is of process {other}, the first of process {rank}"
+                what = f"it is of process {other!r}, the first of process {rank!r}"
                 raise ValueError(f"{what}: give each its own file")
+            _check_fields(record["kind"], record)
         except ValueError as error:
             run.damage = f"reading stopped at line {number}: {error}"
             break
@@ -140,10 +153,28 @@ def check_first_line(path: Path, line: bytes) -> Record:
 
 
 def _record_of(line: bytes) -> Record:
-    record: Record = json.loads(line)
+    try:
+        record: Record = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("its brackets are too deep") from error
     if not isinstance(record, dict) or record.get("kind") not in KINDS:
         raise ValueError(f"expected an object whose kind is one of {', '.join(KINDS)}")
     return record
+
+
+def _check_fields(kind: str, record: Any) -> None:
+    """Raise if a record lacks a field that a page reads, or has one of a wrong type."""
+    for name, types in FIELDS[kind].items():
+        value = record.get(name) if isinstance(record, dict) else None
+        if not isinstance(value, types):
+            raise ValueError(f"its {name} is {value!r:.40}")
+    for route in record.get("routes", ()):
+        _check_fields("route", route)
+    logged = record.items() if kind == "log" else record.get("relative_error", {}).items()
+    for name, value in logged:
+        # Null is a number that was not finite.
+        if name not in RESERVED and not isinstance(value, (*NUMBER, type(None))):
+            raise ValueError(f"its {name!r:.40} is {value!r:.40}")
 
 
 def without_undone(records: list[Record]) -> list[Record]:

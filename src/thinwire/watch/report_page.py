@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 
 from thinwire.errors import ConfigError
 from thinwire.version import __version__
-from thinwire.watch.records import Record, Run
+from thinwire.watch.records import SUMMED, Record, Run
 from thinwire.wire import compression_ratio
 
 MAX_POINTS = 200  # per curve: drawing takes time
@@ -35,6 +36,8 @@ def report_page(runs: Sequence[Run]) -> str:
             raise ConfigError(f"{run.path} has no step" + (f": {run.damage}" if run.damage else ""))
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=f"{run.name} ({run.path})") for run in runs]
+    # The name of a file may be no UTF-8, which a page is.
+    runs = [replace(run, name=run.name.encode(errors="replace").decode()) for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in run.logged if run.points(name)))
     notes, plans = [], []
     for run in runs:
@@ -66,8 +69,7 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 def summary(run: Run, names: Sequence[str]) -> dict[str, str]:
     """Return a run's facts for a table row, by heading; `names` are its metrics."""
-    summed = ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
-    total = {name: sum(record[name] for record in run.steps) for name in summed}
+    total = {name: sum(record[name] for record in run.steps) for name in SUMMED}
     # A record may cover several steps.
     times = (
         1e3 * median(record[f"{name}_seconds"] / record["steps"] for record in run.steps)
@@ -134,7 +136,9 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left")
         drawn = io.StringIO()
         # Without the date, so that the same runs give the same page.
-        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # signs that matplotlib's font lacks: the browser has others
+            figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = drawn.getvalue()
     # HTML allows no XML declaration inside.
     return f"<h2>Curves</h2><section>{svg[svg.index('<svg') :]}</section>"
