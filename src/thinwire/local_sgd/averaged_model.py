@@ -76,7 +76,8 @@ class AveragedModel:
                 raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
             if hasattr(parameter, "to_local") and not self.replica.is_sharded:
                 raise GradientError(
-                    f"{name} was sharded after LocalSGD was created; call fully_shard before LocalSGD(model)"
+                    f"{name} is in parts (a DTensor), and LocalSGD has no replicas; pass replicas, the "
+                    "processes with the same part, and shard before you create LocalSGD"
                 )
             averaged.append(Averaged(name, parameter, is_buffer=False))
         if not averaged:
