@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +45,8 @@ from thinwire.adapters.attach import attach
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.checkpoint import load, load_local, merge, save_local
-from thinwire.comm.process_group import GroupTransport
+from thinwire.comm.process_group import GroupTransport, own_group
+from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
 from training import Branches, are_alike, error_of, told_by_all
@@ -661,7 +663,6 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     taken.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     in_columns = parallelize_module(nn.Linear(8, 8), mesh["shard"], ColwiseParallel())
-    of_its_replica = PowerSGD(matrix_rank=1 + dist.get_rank() // 2)
     unnamed = init_device_mesh("cpu", (2, 2))
     # It joins the first shard of one replica and the second one of the other.
     crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])  # type: ignore[no-untyped-call]
@@ -674,7 +675,6 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     for block in [] if dist.get_rank() // 2 else parts_otherwise.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(parts_otherwise, mesh=mesh["shard"])
-    not_whole = "(the whole model) after it was attached, so neither DDP nor Thinwire"
     for words, call in (
         ('mesh["replicate"] to thinwire.attach or LocalSGD', lambda: attach(plain, POWER)),
         ("different shards of one replica", lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
@@ -692,17 +692,21 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
         ("cut along 0", lambda: to_replicas(cut_otherwise)),
         ("held with embed.weight", lambda: to_replicas(parts_otherwise)),
         ("call fully_shard on all parts, then attach", lambda: later(tokens_of(0))),
-        (
-            "the model trains embed.weight, which was replaced (as by load_state",
-            lambda: assigned(tokens_of(0)),
-        ),
+        ("embed.weight, which was replaced (as by load_state", lambda: assigned(tokens_of(0))),
         ("the model trains embed.weight, which was frozen or missing", lambda: unfrozen(tokens_of(0))),
-        (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
+        ("the whole model) after it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
         ("(blocks.0) after it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
         ("embed.weight is sharded, so processes hold different", lambda: thinwire.check_replicas(plain)),
-        ("process 0 has algorithm PowerSGD(matrix_rank=1", lambda: to_replicas(plain, of_its_replica)),
+        ("has algorithm AllReduce()", lambda: to_replicas(plain, (AllReduce(), POWER)[dist.get_rank() // 2])),
+        ("they came after backward(), as in torch.distributed.pipelining", _in_a_pipeline),
+        ("expected whole parameters, got DTensors", lambda: AlgorithmAggregator(plain.parameters(), POWER)),
     ):
         assert words in error_of(call), words
+
+
+def _in_a_pipeline() -> None:
+    stage = PipelineStage(attached(POWER)[0], 0, 1, torch.device("cpu"), group=own_group())
+    ScheduleGPipe(stage, 1, lambda logits, _: logits.mean()).step(tokens_of(0), target=tokens_of(0))
 
 
 def to_replicas(model: nn.Module, algorithm: Algorithm = POWER) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from adapters.test_sharded import (
     flat,
@@ -157,20 +158,16 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
         joined = error_of(local.join_hook)
         inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), replicas=mesh["replicate"]))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    in_columns = parallelize_module(nn.Linear(8, 8), mesh["shard"], ColwiseParallel())
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
     for words, said in (
         ("averaged twice over the same processes", inside),
-        (
-            "the model is already attached: its gradients are averaged",
-            error(attached, replicas=mesh["replicate"]),
-        ),
+        ("the model is already attached: its gradients", error(attached, replicas=mesh["replicate"])),
         ('mesh["replicate"]', error(model)),
         ("a mesh of two dimensions", error(sharded(language(), mesh), replicas=mesh)),
-        (
-            "whose replicas are its fast groups",
-            error(model, replicas=mesh, subgroup=mesh["shard"].get_group()),
-        ),
+        ("are its fast groups", error(model, replicas=mesh, subgroup=mesh["shard"].get_group())),
+        ("(a DTensor), and LocalSGD has no replicas; pass replicas", error(in_columns)),
         ("shard it with torch.distributed.fsdp.fully_shard", error(old)),
         ("a sharded model can't be joined", joined),
     ):

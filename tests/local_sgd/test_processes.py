@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from members import NESTEROV, Member, run
 from processes import in_each_process
-from thinwire import Streaming, Warmup
+from thinwire import Streaming, Warmup, check_replicas
 from thinwire.algorithms import PowerSGD, Quantize, TopK
 from thinwire.errors import StateError
 from thinwire.local_sgd import LocalSGD
@@ -158,29 +158,28 @@ def test_a_ddp_model_can_be_used_again() -> None:
 
 @in_each_process(2)
 def test_a_tied_parameter_that_ddp_ignores_under_its_first_name_is_averaged() -> None:
-    """DDP sends it all the same, and between averagings it is trained: it must not drift apart."""
+    """DDP sends it all the same, and between averagings it is trained. An expert stays as it is."""
     torch.manual_seed(7)
     first, second = nn.Linear(24, 24), nn.Linear(24, 24)
     second.weight = first.weight
     module = nn.Sequential(first, nn.Tanh(), second)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])  # type: ignore[no-untyped-call]
+    first.expert = nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "0.expert"])  # type: ignore[no-untyped-call]
     model = DistributedDataParallel(module)
     optimizer, start = new_optimizer(model), flat(model)
     with LocalSGD(model, optimizer, every_steps=3, warmup=Warmup(1)) as local:
         for step in range(4):
             train(model, optimizer, range(step, step + 1))
-            assert agreed(model) == (step in (0, 3))
+            assert agreed(second) == (step in (0, 3))
+    check_replicas(model)
+    assert (first.expert == dist.get_rank()).all()
     planned = [name for route in local.sync.plan.routes for name in route.names]
     assert [name for name in planned if "weight" in name] == ["2.weight"]
     assert (flat(model) - start).norm() > 1e-3
 
 
-STREAMING: dict[str, Any] = {
-    "every_steps": 6,
-    "streaming": Streaming(fragments=2, delay_steps=2),
-    "algorithm": Quantize(bits=4),
-    "outer": NESTEROV,
-}
+STREAMING: dict[str, Any] = {"every_steps": 6, "streaming": Streaming(fragments=2, delay_steps=2)}
+STREAMING |= {"algorithm": Quantize(bits=4), "outer": NESTEROV}
 
 
 def _stream_alone(member: Member) -> Tensor:

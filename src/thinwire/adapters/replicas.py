@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters.ddp_model import names_in
 from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError, AttachError, ConfigError
@@ -34,7 +36,8 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
     in their last bits. Then call this every thousand steps or so.
 
     Args:
-        model: The model, between two steps. For an FSDP2 model, this process's shards are compared.
+        model: The model, between two steps. For an FSDP2 model, this process's shards are compared; for a DDP
+            model, what it does not ignore.
         replicas: The processes that hold the same parameters; None for all. For FSDP2: `mesh["replicate"]`.
 
     Cost: one read of the parameters, 16 bytes from each process, and a host synchronisation.
@@ -60,7 +63,8 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
         if any(one.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, one in placements):
             remedy = 'pass replicas=mesh["replicate"]'
             raise AttachError(f"{name} is sharded, so processes hold different shards; {remedy}")
-    tensors = [local_tensor(parameter) for parameter in model.parameters()]
+    compared = names_in(model) if isinstance(model, DistributedDataParallel) else model.parameters()
+    tensors = list(map(local_tensor, compared))
     group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     transport = ProcessGroupTransport(group, tensors[0].device if tensors else None)
     first, *others = gather_stacked(fingerprint(tensors), transport).tolist()

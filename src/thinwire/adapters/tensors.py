@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters import setup
+from thinwire.adapters.ddp_model import DIVIDED
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.comm import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import members_over_contributors
@@ -173,6 +174,8 @@ def _checked(parameters: object) -> list[torch.Tensor]:
     if wrong or not tensors:
         got = f"a {type(wrong[0]).__name__} among them; pass model.parameters()" if wrong else "none"
         raise ConfigError(f"expected the model's parameters, got {got}")
+    if any(hasattr(tensor, "to_local") for tensor in tensors):
+        raise ConfigError(f"expected whole parameters, got DTensors; attach a fully_shard model, {DIVIDED}")
     if len(set(map(id, tensors))) < len(tensors):
         raise ConfigError("a parameter is passed more than once; pass model.parameters()")
     return tensors

@@ -54,6 +54,11 @@ class AveragedModel:
         return self.tensors()[0].tensor.device
 
     @property
+    def ignored(self) -> Collection[str]:
+        """Names of what the DDP model leaves alone, such as experts that differ between processes."""
+        return () if self.ddp is None else self.ddp.parameters_to_ignore
+
+    @property
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
         """Each averaged tensor with its last average."""
         return [pair for fragment in self.fragments for pair in fragment.lasts]
@@ -66,17 +71,17 @@ class AveragedModel:
         """
         # After an evaluation FSDP2 may still hold whole parameters, whose shapes are not those of the shards.
         self.replica.show_shards()
-        ignored: Collection[str] = () if self.ddp is None else self.ddp.parameters_to_ignore
         averaged = []
         # In model order, which is the same on every process and determines the layout of messages.
-        for parameter, name in names_of(self.module, ignored).items():
+        for parameter, name in names_of(self.module, self.ignored).items():
             if not parameter.requires_grad:
                 continue
             if nn.parameter.is_lazy(parameter):
                 raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
             if hasattr(parameter, "to_local") and not self.replica.is_sharded:
                 raise GradientError(
-                    f"{name} was sharded after LocalSGD was created; call fully_shard before LocalSGD(model)"
+                    f"{name} is in parts (a DTensor), and LocalSGD has no replicas; pass replicas, the "
+                    "processes with the same part, and shard before you create LocalSGD"
                 )
             averaged.append(Averaged(name, parameter, is_buffer=False))
         if not averaged:
@@ -88,7 +93,7 @@ class AveragedModel:
                 name = f"{prefix}.{own_name}" if prefix else own_name
                 if id(buffer) not in seen and own_name not in non_persistent_buffers(part):
                     seen.add(id(buffer))
-                    if buffer.dtype in DTYPES and name not in ignored:
+                    if buffer.dtype in DTYPES and name not in self.ignored:
                         averaged.append(Averaged(name, buffer, is_buffer=True))
         _check_values(averaged)
         return averaged

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.ddp import DDPAdapter, switched
+from thinwire.adapters.ddp_model import names_of
 from thinwire.adapters.setup import Shadow, averaging_model, log_start
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
@@ -159,7 +160,8 @@ class LocalSGD(ModelAverager, Joinable):
         membership.agree_on_settings(self._loaded)
         if self._loaded is None:
             # Frozen parameters and integer buffers too: they are never averaged, so they must start equal.
-            tensors = chain(self.module.parameters(), self.module.buffers())
+            buffers = (it for name, it in self.module.named_buffers() if name not in model.ignored)
+            tensors = chain(names_of(self.module, model.ignored), buffers)
             copy_from(group.rank == 0, map(local_tensor, tensors), group)
             for fragment in model.fragments:
                 fragment.set_last()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import torch_private
-from thinwire.adapters.ddp_model import plain_name
+from thinwire.adapters.ddp_model import DIVIDED, plain_name
 from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averaged_twice, refuse_steps_inside
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.sharded.view import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
@@ -245,6 +245,12 @@ class FSDPAdapter:
         if self._sharded.waits_for_more:
             return
         current = torch_private.backward_pass()
+        if current == -1:
+            self._abandon()
+            raise StepError(
+                f"{NOT_AVERAGED}: they came after backward(), as in torch.distributed.pipelining; "
+                f"{DIVIDED.removeprefix('or ')}"
+            )
         if current != self._queued_in:
             self._queued_in = current
             torch_private.at_end_of_backward(self.average)
