@@ -270,7 +270,7 @@ def test_parameters_that_ddp_ignores_are_not_planned(kind: str, ignored: str, se
     """A tied one that is ignored under one name only has the other."""
     module, batch = KINDS[kind][0](), KINDS[kind][1]
     # TorchRL's losses have a method that takes fewer arguments than Module's.
-    module.named_parameters = lambda recurse=True: nn.Module.named_parameters(module, recurse=recurse)  # type: ignore[method-assign]
+    module.named_parameters = lambda recurse=True: nn.Module.named_parameters(module, recurse=recurse)  # type: ignore[assignment,method-assign,misc]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [ignored])  # type: ignore[no-untyped-call]
     ddp_model = DistributedDataParallel(module)
     sync = thinwire.attach(ddp_model, POWER)
