@@ -268,16 +268,15 @@ def _resume(algorithm: Algorithm, bucket_cap_mb: float) -> tuple[Tensor, Tensor]
 @in_each_process(2)
 def test_parameters_that_ddp_ignores_are_not_planned(kind: str, ignored: str, sent: str) -> None:
     """A tied one that is ignored under one name only has the other."""
-    make, batch = KINDS[kind]
-    module = make()
+    module, batch = KINDS[kind][0](), KINDS[kind][1]
+    # TorchRL's losses have a method that takes fewer arguments than Module's.
+    module.named_parameters = lambda recurse=True: nn.Module.named_parameters(module, recurse=recurse)  # type: ignore[assignment,method-assign,misc]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [ignored])  # type: ignore[no-untyped-call]
     ddp_model = DistributedDataParallel(module)
     sync = thinwire.attach(ddp_model, POWER)
     for step in range(2):
         torch.autograd.backward(ddp_model(batch(step)).square().mean())
-    planned = [name for route in sync.plan.routes for name in route.names]
-    assert sent in planned
-    assert ignored not in planned
+    assert {sent, ignored} & {name for route in sync.plan.routes for name in route.names} == {sent}
     assert sync.stats().compression_ratio > 1.5
 
 

@@ -29,15 +29,16 @@ def main() -> None:
         model.register_comm_hook(None, fp16_compress_hook)
     model.train("eval" not in sys.argv)
     model.require_backward_grad_sync = "no_sync" not in sys.argv  # without it, as Composer's forced_sync
+    model.requires_grad_("replicate" in sys.argv)(torch.zeros(1, 64))  # as CycleGAN's discriminators
+    model.requires_grad_(True)
     if "attach" in sys.argv:
         import thinwire  # noqa: PLC0415
 
         thinwire.attach(model, thinwire.Quantize(bits=4, error_feedback=True))
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(5):
-        inputs = torch.randn(16, 64, generator=generator)
         optimizer.zero_grad()
-        model(inputs).square().mean().backward()
+        model(torch.randn(16, 64, generator=generator)).square().mean().backward()
         optimizer.step()
     if "attach" not in sys.argv and "replicate" not in sys.argv:
         torch.save(model, io.BytesIO())  # whole, as some scripts do

@@ -60,7 +60,8 @@ def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[tor
     """Return a module's parameters in module order, each with its name."""
     # A shared parameter has several names: take the first one that DDP does not ignore.
     names: dict[torch.nn.Parameter, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    # Module's own method: TorchRL's losses have one that does not take `remove_duplicate`.
+    for name, parameter in torch.nn.Module.named_parameters(module, remove_duplicate=False):
         if name not in ignored:
             names.setdefault(parameter, plain_name(name))
     return names

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
 from thinwire.adapters.ddp import Switch
-from thinwire.adapters.ddp_model import hook_of
+from thinwire.adapters.ddp_model import hook_of, num_trained
 from thinwire.adapters.setup import live_objects, log_start, trains
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
@@ -36,6 +36,7 @@ from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import (
     call_before_pass,
     comm_hooks,
+    ddp_parameters,
     default_store,
     forget_hooks_in,
     forward_pre_hooks,
@@ -181,8 +182,8 @@ class _BeforeFirstPass:
 
     @not_compiled
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
-        # Evaluation may run on one process only.
-        if not (model.training and torch.is_grad_enabled()):
+        # Evaluation may run on one process only. A discriminator is frozen while its generator trains.
+        if not (model.training and torch.is_grad_enabled() and num_trained(ddp_parameters(model))):
             return
         remove_forward_pre_hooks(model, _BeforeFirstPass)
         _waiting.discard(self._votes)
