@@ -96,9 +96,10 @@ class PeerExchange:
         return work
 
     def _drop(self, kind: str, number: int) -> None:
-        """Drop messages that have ended: one, and those before it on its tag, for which nobody may wait."""
+        """Drop a message that has ended, and those long before it, for which nobody may wait."""
+        # A connection is FIFO, and a receive is posted less than `NUM_TAGS` messages ahead: those have ended.
         for other, before in list(self._under_way):
-            if other == kind and before <= number and (number - before) % NUM_TAGS == 0:
+            if other == kind and (before == number or before <= number - NUM_TAGS):
                 self._under_way.pop((other, before), None)  # two threads wait
 
     def _post_recvs(self, group: Any, kind: str) -> list[PostedRecv]:
