@@ -479,11 +479,11 @@ def test_what_trains_nothing_more_is_no_change() -> None:
 def test_a_deleted_model_is_freed_at_once_so_that_ddp_can_take_its_module_again(way: str) -> None:
     module = nn.Linear(24, 48)
     model = DistributedDataParallel(module)
-    registered(model, way)
+    state = registered(model, way)
     train(model, range(2))
-    deleted = weakref.ref(model)
-    del model
-    assert deleted() is None
+    deleted = [weakref.ref(it) for it in (model, engine_of(getattr(state, "sync", state)))]
+    del model, state
+    assert [it() for it in deleted] == [None, None]
     again = DistributedDataParallel(module)
     registered(again, way)
     assert are_alike(train(again, range(2, 4)))

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -361,8 +361,10 @@ class Switch:
         """Return a stand-in: a copied model, as for weight averaging, has a reducer without a hook."""
         return ddp_model.DetachedAdapter()
 
-    def __reduce__(self) -> NoReturn:
-        raise ddp_model.not_pickled()
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.taken_by:
+            raise ddp_model.not_pickled()
+        return ddp_model.DetachedAdapter, ()
 
 
 ATTACHED = "attach"

@@ -220,7 +220,9 @@ def log_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str 
     owned = {id(parameter) for parameter in parameters}  # ids, so that no model is kept alive
 
     def look(committed: bool) -> None:
+        nonlocal look
         engine.reporter.observers.remove(look)
+        del look  # its cycle would keep the residual of a deleted model until garbage is collected
         for words in _mismatches(engine, owned):
             logger.warning("%s", words)
 

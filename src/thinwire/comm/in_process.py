@@ -234,7 +234,13 @@ class InProcessTransport(Transport):
         # A second wait does nothing, as with real backends: the output may have changed since.
         if self.rank in pending.taken_by:
             return
-        wait_for(pending)
+        try:
+            wait_for(pending)
+        except KeyboardInterrupt:
+            # Some members have sent more than others: a later run would mix up their messages.
+            self.abort()
+            self._room.messages.clear()
+            raise
         if len(pending.tensors) < self.size:
             raise CommunicationError(f"{pending.purpose}: another member aborted this message")
         write_result(message, [pending.tensors[rank] for rank in range(self.size)], self.rank)

@@ -63,8 +63,8 @@ class PeerExchange:
         self._ahead = ahead
         self._posted: dict[str, deque[list[PostedRecv]]] = defaultdict(deque)
         self._post_numbers, self._send_numbers = (defaultdict[str, Any](count) for _ in range(2))
-        # Also abandoned ones: Gloo closes a connection if a message's buffer is gone.
-        self._under_way: set[PeerWork] = set()
+        # By kind and number. Also abandoned ones: Gloo closes a connection if a message's buffer is gone.
+        self._under_way: dict[tuple[str, int], PeerWork] = {}
 
     def start(
         self,
@@ -78,7 +78,8 @@ class PeerExchange:
         posted, head_bytes = self._posted[kind], self._head_bytes
         while len(posted) <= self._ahead:
             posted.append(self._post_recvs(group, kind))
-        tag = TAGS[kind] + next(self._send_numbers[kind]) % NUM_TAGS
+        number = next(self._send_numbers[kind])
+        tag = TAGS[kind] + number % NUM_TAGS
         works: list[dist.Work] = []
         for peer in self._peers:
             if received[peer].numel() > head_bytes:
@@ -90,9 +91,16 @@ class PeerExchange:
             if rest.numel():
                 works.append(group.send([rest], peer, tag + NUM_TAGS))
         rows = list(map(received.__getitem__, self._peers))
-        work = PeerWork(posted.popleft(), rows, works, finish, self._under_way.discard)
-        self._under_way.add(work)
+        work = PeerWork(posted.popleft(), rows, works, finish, partial(self._drop, kind, number))
+        self._under_way[kind, number] = work
         return work
+
+    def _drop(self, kind: str, number: int) -> None:
+        """Drop a message that has ended, and those long before it, for which nobody may wait."""
+        # A connection is FIFO, and a receive is posted less than `NUM_TAGS` messages ahead: those have ended.
+        for other, before in list(self._under_way):
+            if other == kind and (before == number or before <= number - NUM_TAGS):
+                self._under_way.pop((other, before), None)  # two threads wait
 
     def _post_recvs(self, group: Any, kind: str) -> list[PostedRecv]:
         """Post a receive for each peer's next message, after those already posted."""
@@ -126,7 +134,7 @@ class PeerWork:
     rows: Sequence[torch.Tensor]  # bytes into which messages are received
     works: Sequence[dist.Work]  # the sends, and the rests of long messages
     finish: Callable[[], object]  # computes the result from the received rows
-    on_end: Callable[[PeerWork], object]
+    on_end: Callable[[], object]
 
     def wait(self) -> None:
         # Clear them first: waiting twice for one of Gloo's works would never end.
@@ -141,7 +149,7 @@ class PeerWork:
             row[: head.numel()].copy_(head)
         for work in works:
             work.wait()
-        self.on_end(self)
+        self.on_end()
         if posted:
             self.finish()
 

@@ -3,6 +3,7 @@
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError, StateError
 from thinwire.hooks.stateless import HookState, checked_state
 from thinwire.plan import Plan
-from thinwire.sync import Engine, Settings
+from thinwire.sync import Settings, engine_of
 from thinwire.sync.settings import StepOptions
 from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save, updated
 from thinwire.sync.stats import Stats
@@ -255,11 +256,13 @@ class PowerSGDState(HookState):
                 adapter.sync.load_state_dict(self._loaded, strict=self._strict)
                 # Only now: if making the adapter fails, the loaded state is kept for a second try.
                 self._loaded = None
-            adapter.engine.reporter.observers.append(partial(self._log, adapter.engine))
+            # A cycle would keep the residual of a deleted model until garbage is collected.
+            adapter.engine.reporter.observers.append(partial(PowerSGDState._log, weakref.proxy(self)))
         used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
         return self._average(adapter, used_with, bucket)
 
-    def _log(self, engine: Engine, committed: bool) -> None:
+    def _log(self, committed: bool) -> None:
+        engine = engine_of(self)
         # Statistics cost norms and a host synchronisation, so compute them only if they are logged.
         every = max(1, self.compression_stats_logging_frequency)
         if logger.isEnabledFor(logging.INFO) and engine.steps % every == 0:
