@@ -63,8 +63,8 @@ class PeerExchange:
         self._ahead = ahead
         self._posted: dict[str, deque[list[PostedRecv]]] = defaultdict(deque)
         self._post_numbers, self._send_numbers = (defaultdict[str, Any](count) for _ in range(2))
-        # By kind and number. Also abandoned ones: Gloo closes a connection if a message's buffer is gone.
-        self._under_way: dict[tuple[str, int], PeerWork] = {}
+        # Of each kind, by number; abandoned ones too: Gloo closes a connection if a message's buffer is gone.
+        self._under_way: dict[str, dict[int, PeerWork]] = defaultdict(dict)
 
     def start(
         self,
@@ -78,7 +78,7 @@ class PeerExchange:
         posted, head_bytes = self._posted[kind], self._head_bytes
         while len(posted) <= self._ahead:
             posted.append(self._post_recvs(group, kind))
-        number = next(self._send_numbers[kind])
+        number, under_way = next(self._send_numbers[kind]), self._under_way[kind]
         tag = TAGS[kind] + number % NUM_TAGS
         works: list[dist.Work] = []
         for peer in self._peers:
@@ -91,16 +91,8 @@ class PeerExchange:
             if rest.numel():
                 works.append(group.send([rest], peer, tag + NUM_TAGS))
         rows = list(map(received.__getitem__, self._peers))
-        work = PeerWork(posted.popleft(), rows, works, finish, partial(self._drop, kind, number))
-        self._under_way[kind, number] = work
+        under_way[number] = work = PeerWork(posted.popleft(), rows, works, finish, under_way, number)
         return work
-
-    def _drop(self, kind: str, number: int) -> None:
-        """Drop a message that has ended, and those long before it, for which nobody may wait."""
-        # A connection is FIFO, and a receive is posted less than `NUM_TAGS` messages ahead: those have ended.
-        for other, before in list(self._under_way):
-            if other == kind and (before == number or before <= number - NUM_TAGS):
-                self._under_way.pop((other, before), None)  # two threads wait
 
     def _post_recvs(self, group: Any, kind: str) -> list[PostedRecv]:
         """Post a receive for each peer's next message, after those already posted."""
@@ -134,7 +126,8 @@ class PeerWork:
     rows: Sequence[torch.Tensor]  # bytes into which messages are received
     works: Sequence[dist.Work]  # the sends, and the rests of long messages
     finish: Callable[[], object]  # computes the result from the received rows
-    on_end: Callable[[], object]
+    under_way: dict[int, PeerWork]  # all of this kind that may not have ended
+    number: int
 
     def wait(self) -> None:
         # Clear them first: waiting twice for one of Gloo's works would never end.
@@ -149,7 +142,11 @@ class PeerWork:
             row[: head.numel()].copy_(head)
         for work in works:
             work.wait()
-        self.on_end()
+        # Drop those long before it, too, for which nobody may wait: a connection is FIFO, and a receive is
+        # posted less than `NUM_TAGS` messages ahead, so they have ended.
+        for number in list(self.under_way):
+            if number == self.number or number <= self.number - NUM_TAGS:
+                self.under_way.pop(number, None)  # two threads wait
         if posted:
             self.finish()
 
