@@ -698,7 +698,7 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
         ("(blocks.0) after it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
         ("embed.weight is sharded, so processes hold different", lambda: thinwire.check_replicas(plain)),
         ("has algorithm AllReduce()", lambda: to_replicas(plain, (AllReduce(), POWER)[dist.get_rank() // 2])),
-        ("they came after backward(), as in torch.distributed.pipelining", _in_a_pipeline),
+        ("as in torch.distributed.pipelining", _in_a_pipeline),
         ("expected whole parameters, got DTensors", lambda: AlgorithmAggregator(plain.parameters(), POWER)),
     ):
         assert words in error_of(call), words
@@ -706,7 +706,10 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
 
 def _in_a_pipeline() -> None:
     stage = PipelineStage(attached(POWER)[0], 0, 1, torch.device("cpu"), group=own_group())
-    ScheduleGPipe(stage, 1, lambda logits, _: logits.mean()).step(tokens_of(0), target=tokens_of(0))
+    try:
+        ScheduleGPipe(stage, 1, lambda logits, _: logits.mean()).step(tokens_of(0), target=tokens_of(0))
+    except RuntimeError as error:  # torch 2.15 refuses in the forward pass, whose errors the stage wraps
+        raise (error.__cause__ or error) from None
 
 
 def to_replicas(model: nn.Module, algorithm: Algorithm = POWER) -> None:

@@ -208,8 +208,10 @@ class FSDPAdapter:
                 "fully_shard was called again after attach; call fully_shard on all parts, then attach"
             )
         if sharded.is_finalized_by_hand:
-            remedy = "call set_manual_backward_finalization(False)"
-            raise StepError(f"{NOT_AVERAGED}, since backward passes are finalized by hand; {remedy}")
+            raise StepError(
+                f"{NOT_AVERAGED}: passes are finalized by hand, as in torch.distributed.pipelining; call "
+                f"set_manual_backward_finalization(False), {DIVIDED}"
+            )
         # After the check above: a root that was sharded later turns earlier roots into its parts.
         if sharded.is_inside_another:
             raise StepError("the attached model is a part of a larger sharded model; attach the whole model")
