@@ -100,7 +100,7 @@ class PeerExchange:
         # A connection is FIFO, and a receive is posted less than `NUM_TAGS` messages ahead: those have ended.
         for other, before in list(self._under_way):
             if other == kind and (before == number or before <= number - NUM_TAGS):
-                self._under_way.pop((other, before), None)  # two threads wait
+                self._under_way.pop((other, before), None)  # another thread may have dropped it
 
     def _post_recvs(self, group: Any, kind: str) -> list[PostedRecv]:
         """Post a receive for each peer's next message, after those already posted."""
