@@ -344,7 +344,7 @@ class FSDPModel:
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a backward pass has begun and not ended; between passes: whether it has raised."""
+        """Whether a backward pass has begun and not ended; between passes: whether one has raised."""
         return any(state._state_ctx.post_backward_final_callback_queued for state in self.states)
 
     @property

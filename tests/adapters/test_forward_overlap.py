@@ -35,9 +35,7 @@ class Everything(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(30, 24)
-        self.attention = nn.MultiheadAttention(
-            24, 2, batch_first=True
-        )  # reads out_proj, and does not call it
+        self.attention = nn.MultiheadAttention(24, 2, batch_first=True)  # reads out_proj without a call
         self.lstm = nn.LSTM(24, 24, batch_first=True)  # reads a list of its own
         self.norm = nn.LayerNorm(24)
         self.mlp = nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 24))
@@ -265,10 +263,7 @@ def test_a_step_is_abandoned_before_its_means_are_sent_or_when_one_did_not_come(
         optimizer.zero_grad()
     before = flat(model)
     one_step(model, optimizer)
-    with (
-        patch.object(Step, "take", side_effect=CommunicationError("lost")),
-        pytest.raises(CommunicationError),
-    ):
+    with patch.object(Step, "take", side_effect=CommunicationError), pytest.raises(CommunicationError):
         loss_of(model, 1)
     with pytest.raises(StepError, match="abandon"):
         model.state_dict()

@@ -175,12 +175,10 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
         if is_new:
             watch = entered.enter_context(Watch(simulated.syncs[0], path))
         train(simulated, range(3, STEPS))
-        watch.log(loss=8.0)
+        watch.log(loss=8.0, routes=3, process_rank=7)  # any names
     run = read_run(path)
     assert (run.damage, run.resumed, len(run.plans)) == (None, is_new, 1)
-    assert [(record["step"], record["steps"]) for record in run.steps] == [
-        (step + 1, 1) for step in range(STEPS)
-    ]
+    assert [(record["step"], record["steps"]) for record in run.steps] == [(n + 1, 1) for n in range(STEPS)]
     assert [point.value for point in run.points("loss")] == [8.0]
     seconds = [record["seconds"] for record in run.steps]
     assert seconds == sorted(seconds)

@@ -51,8 +51,8 @@ from thinwire.torch_private import (
 )
 
 # Between the first messages of a backward pass the link often pauses, and can send means: those of every
-# fourth bucket, when two more were started. More would delay the last first messages, for which `step()`
-# waits. Decided by what was started, not by what has arrived, so that every rank sends in the same order.
+# fourth bucket, when two more were started. More would delay the last buckets' first messages, for which
+# `step()` waits. Decided by what was started, not by what has arrived, so that all ranks send in one order.
 SENT_EARLY, SENT_MEANWHILE = 4, 2
 
 
@@ -92,8 +92,8 @@ def overlap_forward(
     Returns:
         The handle. Its `detach()` steps all pending parameters and restores the optimizer.
 
-    Cost: that of `attach`, and a copy of the gradients in memory. Of the bytes, about 5/8 are sent during the
-    backward pass, the rest during the next forward pass.
+    Cost: that of `attach`, and a copy of the gradients in memory. Half of the bytes, with many
+    buckets 5/8, are sent during the backward pass, the rest during the next forward pass.
 
     Raises:
         AttachError: The model is no DDP model, or can't be averaged, or is compiled; or the optimizer is not
@@ -344,7 +344,7 @@ class ForwardAdapter:
             yield from deferred.parameters()
 
     def _start_norm(self, buckets: Sequence[PendingBucket]) -> tuple[Work, torch.Tensor]:
-        """Send the sum of squares of the means this process has computed; it is sent before the means."""
+        """Send the sum of squares of the means that this process has computed, before the last means."""
         squares = torch.zeros((), dtype=torch.float64, device=self.engine.transport.data_device)
         for bucket in buckets:
             request = None if bucket.task is None else bucket.task.request

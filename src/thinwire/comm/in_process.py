@@ -242,7 +242,9 @@ class InProcessTransport(Transport):
             self._room.messages.clear()
             raise
         if len(pending.tensors) < self.size:
-            raise CommunicationError(f"{pending.purpose}: another member aborted this message")
+            raise CommunicationError(
+                f"{pending.purpose}: another member, or Ctrl-C, aborted this message; make a new group"
+            )
         write_result(message, [pending.tensors[rank] for rank in range(self.size)], self.rank)
         pending.taken_by.add(self.rank)
         # The last member removes it; until then, others still read from it.

@@ -146,7 +146,7 @@ class PeerWork:
         # posted less than `NUM_TAGS` messages ahead, so they have ended.
         for number in list(self.under_way):
             if number == self.number or number <= self.number - NUM_TAGS:
-                self.under_way.pop(number, None)  # two threads wait
+                self.under_way.pop(number, None)  # another thread may have dropped it
         if posted:
             self.finish()
 

@@ -273,7 +273,7 @@ class Step:
         return self._scheduler.tasks
 
     def send_means(self) -> None:
-        """Send all second messages, without waiting; the last bucket's first: the next pass starts there."""
+        """Send the other second messages, without waiting; the last bucket's first: it is read first."""
         with self._working(are_ready=False):
             self._scheduler.send_means(self._scheduler.tasks[::-1])
 

@@ -97,7 +97,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 raise ValueError("it is cut off")
             record = _record_of(line)
             # If two processes append to one file, their steps can't be separated.
-            if (other := record.get("process_rank", rank)) != rank:
+            if record["kind"] == "run" and (other := record.get("process_rank")) != rank:
                 what = f"it is of process {other!r}, the first of process {rank!r}"
                 raise ValueError(f"{what}: give each its own file")
             _check_fields(record["kind"], record)
@@ -168,10 +168,11 @@ def _check_fields(kind: str, record: Any) -> None:
         value = record.get(name) if isinstance(record, dict) else None
         if not isinstance(value, types):
             raise ValueError(f"its {name} is {value!r:.40}")
-    for route in record.get("routes", ()):
+    for route in record["routes"] if kind == "plan" else ():
         _check_fields("route", route)
-    logged = record.items() if kind == "log" else record.get("relative_error", {}).items()
-    for name, value in logged:
+    # A log may have any names.
+    numbers = {"log": record, "norms": record.get("relative_error")}.get(kind, {})
+    for name, value in numbers.items():
         # Null is a number that was not finite.
         if name not in RESERVED and not isinstance(value, (*NUMBER, type(None))):
             raise ValueError(f"its {name!r:.40} is {value!r:.40}")
