@@ -250,8 +250,7 @@ def test_an_exception_in_the_forward_pass_loses_nothing() -> None:
         with pytest.raises(IndexError):
             model(torch.tensor([[99]]))
     one_step(model, optimizer, 1)
-    assert are_alike([flat(model)])
-    assert sync.steps == 2
+    assert (are_alike([flat(model)]), sync.steps) == (True, 2)
 
 
 @in_each_process(2)
@@ -275,8 +274,7 @@ def test_a_step_is_abandoned_before_its_means_are_sent_or_when_one_did_not_come(
     optimizer.step()
     num_buckets = (sync.stats().messages - sent) // 2
     assert num_buckets < sent_meanwhile < 2 * num_buckets  # some means, too
-    assert are_alike([flat(model)])
-    assert sync.steps == 1
+    assert (are_alike([flat(model)]), sync.steps) == (True, 1)
 
 
 @in_each_process(2)
@@ -336,8 +334,7 @@ def test_detaching_gives_the_optimizer_back() -> None:
     optimizer.zero_grad()
     one_step(model, optimizer, 1)
     assert not torch.equal(flat(model), after)
-    assert are_alike([flat(model)])
-    assert sync.steps == 1
+    assert (are_alike([flat(model)]), sync.steps) == (True, 1)
 
 
 @in_each_process(2)

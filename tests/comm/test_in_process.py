@@ -51,7 +51,7 @@ def test_the_first_error_is_raised_and_those_who_wait_learn_why(guilty: int) -> 
     with pytest.raises(ValueError, match=f"member {guilty} is out of memory"):
         run_members(3, body)
     words = f"round 2: members [{guilty}] of 3 have not sent message 2"
-    assert [words in each for each in learned] == [True, True]
+    assert [words in said for said in learned] == [True, True]
 
 
 @pytest.mark.parametrize(
