@@ -227,9 +227,9 @@ while number == "0" and not (folder / "started-1-1").exists():
 
 
 def assert_free(port: str) -> None:
-    """Nobody listens there any more."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", int(port)))
+    """Nobody listens there any more. (The kernel may keep a connection that its server has closed.)"""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)))
 
 
 @elastic
