@@ -267,8 +267,9 @@ class ForwardAdapter:
         pending = PendingBucket(self._buckets.of(parameters, flat), parameters, flat.clone())
         try:
             self._open.start(pending.state, pending.mean)
-            if (arrived := len(self._started) - SENT_MEANWHILE) % SENT_EARLY == 0 <= arrived:
-                self._open.send_mean(arrived)
+            earlier = len(self._started) - SENT_MEANWHILE
+            if earlier >= 0 and earlier % SENT_EARLY == 0:
+                self._open.send_mean(earlier)
         except BaseException:
             self.forget()
             raise
