@@ -273,7 +273,7 @@ def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        *((partial(LinkSpec, rate), "a rate must be") for rate in ("", "fast", "1kbit", "101gbit")),
+        *((partial(LinkSpec, it), "a rate must be like 100mbit") for it in ("", "fast", "1kbit", "101gbit")),
         (partial(LinkSpec, latency="20"), "a duration must be like 20ms"),
         (partial(LinkSpec, jitter="2ms"), "jitter must be at most the latency 0ms, got 2ms"),
         (partial(LinkSpec, loss="60%"), "a percentage such as 0.1%, up to 50%"),

@@ -113,8 +113,7 @@ def by_both(
     for model in models:
         run(model, partial(start, model))
     weights, other = map(flat, models)
-    assert are_alike([other])
-    assert syncs[1].steps == steps
+    assert (are_alike([other]), syncs[1].steps) == (True, steps)
     assert all(sync.stats().compression_ratio > 32 / (bits + 2) for sync in syncs)
     return weights, other
 
@@ -161,8 +160,7 @@ def test_gradients_that_accumulate_are_averaged_once(also: str) -> None:
     train(attached, OPTIMIZERS["adamw"](attached.parameters()), 3)
     model, optimizer, sync = overlapped()
     train(model, optimizer, 3, also)
-    assert torch.equal(flat(model), flat(attached))
-    assert sync.steps == STEPS
+    assert (torch.equal(flat(model), flat(attached)), sync.steps) == (True, STEPS)
 
 
 @in_each_process(2)
@@ -301,8 +299,7 @@ def test_dry_steps_end_inside_and_states_are_of_whole_steps() -> None:
     state = sync.state_dict()
     with sync.dry():
         one_step(model, optimizer, 1)
-    assert sync.steps == 1
-    assert are_alike([flat(model)])
+    assert (are_alike([flat(model)]), sync.steps) == (True, 1)
     one_step(model, optimizer, 1)
     sync.load_state_dict(state)
     assert sync.steps == 1

@@ -675,6 +675,9 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     for block in [] if dist.get_rank() // 2 else parts_otherwise.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(parts_otherwise, mesh=mesh["shard"])
+    not_whole = "(the whole model) after it was attached, so neither DDP nor Thinwire"
+    replaced = "the model trains embed.weight, which was replaced (as by load_state"
+    of_its_replica = PowerSGD(matrix_rank=1 + dist.get_rank() // 2)
     for words, call in (
         ('mesh["replicate"] to thinwire.attach or LocalSGD', lambda: attach(plain, POWER)),
         ("different shards of one replica", lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
@@ -692,12 +695,12 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
         ("cut along 0", lambda: to_replicas(cut_otherwise)),
         ("held with embed.weight", lambda: to_replicas(parts_otherwise)),
         ("call fully_shard on all parts, then attach", lambda: later(tokens_of(0))),
-        ("embed.weight, which was replaced (as by load_state", lambda: assigned(tokens_of(0))),
+        (replaced, lambda: assigned(tokens_of(0))),
         ("the model trains embed.weight, which was frozen or missing", lambda: unfrozen(tokens_of(0))),
-        ("the whole model) after it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
+        (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
         ("(blocks.0) after it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
         ("embed.weight is sharded, so processes hold different", lambda: thinwire.check_replicas(plain)),
-        ("has algorithm AllReduce()", lambda: to_replicas(plain, (AllReduce(), POWER)[dist.get_rank() // 2])),
+        ("process 0 has algorithm PowerSGD(matrix_rank=1", lambda: to_replicas(plain, of_its_replica)),
         ("as in torch.distributed.pipelining", _in_a_pipeline),
         ("expected whole parameters, got DTensors", lambda: AlgorithmAggregator(plain.parameters(), POWER)),
     ):

@@ -161,12 +161,13 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
     in_columns = parallelize_module(nn.Linear(8, 8), mesh["shard"], ColwiseParallel())
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
+    between, fast = mesh["replicate"], mesh["shard"].get_group()
     for words, said in (
         ("averaged twice over the same processes", inside),
-        ("the model is already attached: its gradients", error(attached, replicas=mesh["replicate"])),
+        ("the model is already attached: its gradients are averaged", error(attached, replicas=between)),
         ('mesh["replicate"]', error(model)),
         ("a mesh of two dimensions", error(sharded(language(), mesh), replicas=mesh)),
-        ("are its fast groups", error(model, replicas=mesh, subgroup=mesh["shard"].get_group())),
+        ("whose replicas are its fast groups", error(model, replicas=mesh, subgroup=fast)),
         ("(a DTensor), and LocalSGD has no replicas; pass replicas", error(in_columns)),
         ("shard it with torch.distributed.fsdp.fully_shard", error(old)),
         ("a sharded model can't be joined", joined),

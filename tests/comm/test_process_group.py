@@ -87,6 +87,8 @@ def test_a_message_that_no_one_waits_for_breaks_nothing() -> None:
     for _ in range(p2p.NUM_TAGS):
         transport.all_gather(rows, torch.ones(1 << 19), "a gather").wait()
     assert not any(transport._peers._under_way.values())  # its memory is freed, too
+    dist.all_reduce(rows, group=transport.group)
+    assert (rows == 2).all()
 
 
 @in_each_process(4)

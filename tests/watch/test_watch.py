@@ -188,6 +188,7 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
     ("old", "new", "lines", "message"),
     [
         (r"(?s).{5}\Z", "", 7, "it is cut off"),
+        (r"\Z", "\x00\x00\n", 8, "Expecting value"),
         (r"\Z", 9999 * "[" + "\n", 8, "its brackets are too deep"),
         (r"\Z", '{"kind": "step", "step": 9}\n', 8, "its steps is None"),
         (r"\Z", "[]\n", 8, "expected an object whose kind is one of run, plan, step, norms, log"),
@@ -203,8 +204,7 @@ def test_a_damaged_file_is_read_up_to_the_damage(
     assert text.count("\n") == 8
     path.write_text(re.sub(old, new, text))
     run = read_run(path)
-    assert str(run.damage).startswith(f"reading stopped at line {lines + 1}: ")
-    assert message in str(run.damage)
+    assert str(run.damage).startswith(f"reading stopped at line {lines + 1}: {message}")
     assert 1 + len(run.plans) + len(run.steps) == lines
 
 
