@@ -1,1 +1,1 @@
-"""The arithmetic between messages. `base` has the tables of functions; `dispatch` chooses a backend."""
+"""The arithmetic between messages. `backend` has the tables of functions; `dispatch` chooses a backend."""
