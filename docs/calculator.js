@@ -57,14 +57,15 @@ function roundsOf(bucket, way, machines) {
 }
 
 // Messages as [when sent, bytes, when waited for, which of its bucket], in the order in which they are sent.
-function messagesOf(rounds, ready, inTurn, moment) {
+function messagesOf(rounds, ready, inTurn, machines, moment) {
   const messages = [];
   if (inTurn) {
     const end = ready[ready.length - 1] + 3 * moment;
     const waits = [...ready.slice(1).map((seconds) => seconds + moment), end, end, end + 2 * moment];
     rounds.forEach((bytes, index) => {
+      const later = machines === 2 ? [ready[index], waits[index]] : [waits[index] + moment, waits[index + 2]];
       messages.push([ready[index], bytes[0], waits[index], 0]);
-      messages.push([waits[index] + moment, bytes[1], waits[index + 2], 1]);
+      messages.push([later[0], bytes[1], later[1], 1]);
     });
     return messages.sort((one, other) => one[0] - other[0]);
   }
@@ -86,7 +87,7 @@ function planned(buckets, way, facts, constants) {
     return constants.forward_share * computeSeconds + (backward * done) / total;
   });
   const rounds = buckets.map((bucket) => roundsOf(bucket, way, machines));
-  const messages = messagesOf(rounds, ready, way.kind === "blocks", constants.moment);
+  const messages = messagesOf(rounds, ready, way.kind === "blocks", machines, constants.moment);
   // An exchange hands over twice as much as it counts, a gather as much as all members do together.
   const wire = messages.map(([, bytes, , which]) => {
     if (way.kind !== "blocks") return Math.floor((2 * bytes * (machines - 1)) / machines);

@@ -82,6 +82,7 @@ FAULTS = [
     Fault("quantize: residual added scaled twice", "added if scale is None else torch._foreach_mul(added, scale)", "added", CONFORMANCE + " algorithms", first="Quantize and true_means"),
     Fault("quantize: all draw the same", "(bucket.rank, OF_THE_MEAN)", "(0, OF_THE_MEAN)", "algorithms/low_bit/test_quantize.py algorithms", first="stochastic"),
     Fault("quantize: the residual is not written", "memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))", "pass", CONFORMANCE, first="Quantize and true_means"),
+    Fault("quantize: shares of two members swapped", "rows if theirs else rows[::-1]", "rows[::-1] if theirs else rows", CONFORMANCE + " algorithms", first="Quantize and true_means"),
     Fault("TopK: not divided by the members", "scaled = scaled / scaled.new_full((), len(indices))", "scaled = scaled / 1", CONFORMANCE + " algorithms/test_topk.py", first="TopK"),
     Fault("TopK: another member's entries", "own = indices[query.rank]", "own = indices[0]", CONFORMANCE + " algorithms/test_topk.py", first="TopK"),
     Fault("TopK: residual does not decay", "wanted.add_(query.error, alpha=query.decay)", "wanted.add_(query.error)", CONFORMANCE + " algorithms/test_topk.py", first="TopK"),

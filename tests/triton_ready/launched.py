@@ -65,9 +65,11 @@ class Compiling:
         return launch
 
 
-def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **settings: Any) -> None:
+def average(
+    algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, members: int = 2, **settings: Any
+) -> None:
     """Average two steps, of which the first has no residual; nothing is computed."""
-    engine = Engine(algorithm, Alike(), settings=Settings(host_check=False, **settings))
+    engine = Engine(algorithm, Alike(members), settings=Settings(host_check=False, **settings))
     specs = tuple(ParameterSpec.of(name, torch.empty(256, columns, dtype=dtype)) for name in "ab")
     for _ in range(2):
         engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))])
@@ -96,7 +98,9 @@ def main(architecture: int, ranks: list[int], all_bits: list[int]) -> None:
                 for bits in all_bits:
                     average(Quantize(bits=bits), dtype, columns=columns)
             for bits in all_bits:
-                average(Quantize(bits=bits, error_feedback=True, rounding="stochastic"), dtype, **scaled)
+                kept = Quantize(bits=bits, error_feedback=True, rounding="stochastic")
+                for members in (2, 3):
+                    average(kept, dtype, members=members, **scaled)
     print(json.dumps(sorted(set(Compiling.compiled))))
 
 

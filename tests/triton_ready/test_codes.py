@@ -41,7 +41,9 @@ def as_decoded(
 ) -> torch.Tensor:
     flat = torch.empty(sum(blocks.numels), dtype=dtype)
     kernels.decode(coded, blocks, codebook, flat)
-    return flat
+    added = numbers(blocks, 1)
+    kernels.add(coded, blocks, codebook, added)
+    return torch.cat([flat, added])
 
 
 @every_bits

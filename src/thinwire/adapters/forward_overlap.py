@@ -261,7 +261,7 @@ class ForwardAdapter:
             # No step followed the last backward pass: its gradients were accumulated into these, or dropped.
             self.forget()
         if self._open is None:
-            self._open = self.engine.begin()
+            self._open = self.engine.begin(in_turn=True)
         parameters: list[Any] = bucket.parameters()
         # A copy: until the mean arrives, the user may zero DDP's bucket or accumulate in it.
         pending = PendingBucket(self._buckets.of(parameters, flat), parameters, flat.clone())
@@ -348,10 +348,10 @@ class ForwardAdapter:
         """Send the sum of squares of the means that this process has computed, before the last means."""
         squares = torch.zeros((), dtype=torch.float64, device=self.engine.transport.data_device)
         for bucket in buckets:
-            request = None if bucket.task is None else bucket.task.request
-            if isinstance(request, AllGather):  # otherwise the bucket is empty
-                plan = cast(QuantizePlan, bucket.state.plan)
-                squares += plan.squared_norm(request.tensor, self.engine.transport.rank).to(squares.device)
+            task = cast(Task, bucket.task)
+            if isinstance(task.request, AllGather):  # otherwise the bucket is empty
+                plan, rank = cast(QuantizePlan, bucket.state.plan), self.engine.transport.rank
+                squares += plan.squared_norm(task.request.tensor, rank, task.answers).to(squares.device)
         flat = squares.view(1)
         return self.engine.wire.start(Message("all_reduce", flat, flat, "the norm", "sum")), flat
 

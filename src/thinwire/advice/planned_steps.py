@@ -86,7 +86,10 @@ def planned_steps(compute_seconds: float, training: Training) -> PricedSteps:
         shares = [num_bytes / gradient_bytes for num_bytes in done]
         ready = [FORWARD_SHARE * compute_seconds + backward_seconds * share for share in shares]
         rounds = [bucket.round_bytes for bucket in sent]
-        planned = in_turn(rounds, ready) if isinstance(row.format, InBlocks) else together(rounds, ready)
+        if isinstance(row.format, InBlocks):
+            planned = in_turn(rounds, ready, training.members)
+        else:
+            planned = together(rounds, ready)
         kinds = row.format.collectives
         messages = tuple(
             Sent(at, handed_bytes(kinds[which], num_bytes, training.members), waited, kinds[which])
@@ -135,11 +138,16 @@ def together(rounds: Sequence[Sequence[int]], ready: Sequence[float]) -> Iterato
         yield end + 2 * MOMENT, second, end + 3 * MOMENT, 1
 
 
-def in_turn(rounds: Sequence[Sequence[int]], ready: Sequence[float]) -> Iterator[Planned]:
-    """Yield the two messages of each bucket: the second is sent when the next bucket has sent its first."""
+def in_turn(rounds: Sequence[Sequence[int]], ready: Sequence[float], members: int) -> Iterator[Planned]:
+    """Yield the two messages of each bucket: the second is sent when the next bucket has sent its first.
+
+    Two members send both at once.
+    """
     end = ready[-1] + 3 * MOMENT
     waits = [*(seconds + MOMENT for seconds in ready[1:]), end, end, end + 2 * MOMENT]
     for index, (first, second) in enumerate(rounds):
         yield ready[index], first, waits[index], 0
         # It is awaited together with the first message sent after it.
-        yield waits[index] + MOMENT, second, waits[index + 2], 1
+        later = (waits[index] + MOMENT, waits[index + 2])
+        at, waited = (ready[index], waits[index]) if members == 2 else later
+        yield at, second, waited, 1

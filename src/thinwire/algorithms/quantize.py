@@ -13,11 +13,12 @@ from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity,
 from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Eigenbasis, is_in
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import average_uncompressed
-from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
+from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests, Round
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.backend import MeanArgs, ResidualArgs
 from thinwire.kernels.dispatch import all_finite, code_kernels_for, name_of_eigenvectors
+from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -37,6 +38,7 @@ class Quantize(Algorithm):
 
     Every member averages a share of the blocks: it receives their codes from all, adds them up in fp32 (fp64
     for fp64 gradients), encodes the mean again, and sends it to all. All members decode the same bytes.
+    Two members send each other all their codes instead, which are as many bytes: the mean is not rounded.
 
     Meant for Adam-like optimizers, which need no error feedback at these precisions and work badly with
     low-rank approximation. With 4 bits or more, zeros stay zeros; with fewer, a zero in a block with other
@@ -59,11 +61,12 @@ class Quantize(Algorithm):
             own size. Members compute the bases from the same means, so nothing more is sent; all of them must
             compute the same bits, so their processors must be of one kind.
 
-    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
-    keeps an fp32 residual of the size of the gradients (fp64 for fp64) and makes a host synchronisation, for
-    the finite check (none without `host_check`). Eigenbases make one too, keep 2 (m² + n²) numbers in fp32
-    for a matrix of m × n, multiply it by squares of its sides four times and by itself twice, and decompose
-    two squares in every tenth step. Sides above 512 are cut into equal pieces, with smaller squares.
+    Cost per step: two rounds (one if there are two members), together of (bits + 16 / block) / 32 of the
+    bytes of an fp32 all-reduce. Error feedback keeps an fp32 residual of the size of the gradients (fp64 for
+    fp64) and makes a host synchronisation, for the finite check (none without `host_check`). Eigenbases make
+    one too, keep 2 (m² + n²) numbers in fp32 for a matrix of m × n, multiply it by squares of its sides four
+    times and by itself twice, and decompose two squares in every tenth step. Sides above 512 are cut into
+    equal pieces, with smaller squares.
 
     A scale has fp32's range: fp64 gradients beyond it are not finite. For any dtype, values beyond half of
     that range (1.7e38) may not be finite either, since below 8 bits a level may exceed the number it stands
@@ -140,7 +143,7 @@ class Quantize(Algorithm):
                 count * block_bytes(self.block, self.bits),
                 f"{self.bits} bits in blocks of {self.block}",
                 is_compressed=True,
-                rounds=2,
+                rounds=1 if num_members == 2 else 2,
             )
             for spec, count in zip(specs, counts, strict=True)
         ]
@@ -179,21 +182,18 @@ class QuantizePlan(BucketPlan):
         return ""
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Average in few bits, in two rounds; exactly, in one, if a residual is left from another algorithm.
+        """Average in few bits; exactly, in one round, if a residual is left from another algorithm.
 
         1. With error feedback: values ← gradient + residual. With eigenbases: values ← X of each matrix.
-        2. Encode all blocks, and send to each member those that it averages (first round).
-        3. Decode this member's blocks from all members, average them in full precision, encode the mean.
-        4. Gather the coded means of all blocks (second round). All members decode the same bytes.
-        5. After the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
-           plus what encoding its mean has lost. With eigenbases: gradient ← the decoded mean, turned back;
-           the bases follow it.
+        2. Encode, send and average the values (`_average_shares`, `_average_two`).
+        3. After the commit: gradient ← decoded mean; residual ← what of this member's values is in no mean.
+           With eigenbases: gradient ← the decoded mean, turned back; the bases follow it.
         """
-        blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
+        scale, keeps_residual = bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):
             yield from average_uncompressed(self.names, bucket, memory, None, always_checks=True)
             return
-        if not blocks.total:  # the same on all members: none sends, so none waits
+        if not self.blocks.total:  # the same on all members: none sends, so none waits
             yield Commit(all_finite, writes=False)
             return
         values = bucket.flat
@@ -209,19 +209,36 @@ class QuantizePlan(BucketPlan):
         elif self.eigenbasis is not None:
             values = self.eigenbasis.turned(bucket, memory, self.dtype)
 
-        # A ring all-reduce of codes would round every partial sum again. This way each number is rounded only
-        # twice (by its member, and as a mean), and the sum has full precision.
-        codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
-        kernels = code_kernels_for(values)
         # The mean's random bits are seeded by parameter and position, not by member: every member would draw
         # the same ones for a block.
         of_values: RandomBits | None = None
         of_mean: RandomBits | None = None
         if self.config.rounding == "stochastic":
             of_values, of_mean = self._rng.draws(memory.step, (bucket.rank, OF_THE_MEAN), values.device)
-        sent = kernels.encoded(values, blocks, codebook, of_values)
-        received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
+        sent = code_kernels_for(values).encoded(values, self.blocks, CODEBOOKS[self.config.bits], of_values)
+        if self.blocks.num_members == 2:
+            residual = yield from self._average_two(bucket, values, sent)
+        else:
+            residual = yield from self._average_shares(bucket, values, sent, of_mean)
+        if self.eigenbasis is not None:
+            self.eigenbasis.turn_back(values, bucket, memory)
+        elif residual is not None:
+            memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
+    def _average_shares(
+        self, bucket: Bucket, values: torch.Tensor, sent: Coded, of_mean: RandomBits | None
+    ) -> Round[torch.Tensor | None]:
+        """Write the mean to the gradients (with eigenbases, to the values), and return the residual.
+
+        1. Send to each member the blocks that it averages (first round).
+        2. Decode this member's blocks from all members, average them in full precision, encode the mean.
+        3. Gather the coded means of all blocks (second round). All members decode the same bytes.
+        """
+        # A ring all-reduce of codes would round every partial sum again. This way each number is rounded only
+        # twice (by its member, and as a mean), and the sum has full precision.
+        blocks, kernels, keeps_residual = self.blocks, code_kernels_for(values), self.config.error_feedback
+        codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
+        received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
         lost = values.new_empty(share.stop - share.start, blocks.block) if keeps_residual else None
         of_share = None if of_mean is None else of_mean.of(share)
         mean = kernels.averaged(MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype))
@@ -229,25 +246,55 @@ class QuantizePlan(BucketPlan):
 
         # Only the gathered scales are the same on all members: with others, some would commit and some not.
         yield Commit(AllFinite((coded.scales,)), writes=self.config.remembers)
-        if self.eigenbasis is not None:
-            kernels.decode(coded, blocks, codebook, values)
-            self.eigenbasis.turn_back(values, bucket, memory)
-        elif lost is None:
-            kernels.decode(coded, blocks, codebook, bucket.flat)
-        else:
-            args = ResidualArgs(coded, blocks, codebook, bucket.flat, values, sent, lost, share, scale)
-            residual = kernels.decode_and_keep(args)
-            memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
+        if lost is None:
+            kernels.decode(coded, blocks, codebook, bucket.flat if self.eigenbasis is None else values)
+            return None
+        return kernels.decode_and_keep(
+            ResidualArgs(coded, blocks, codebook, bucket.flat, values, sent, lost, share, bucket.loss_scale)
+        )
 
-    def squared_norm(self, sent: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the sum of squares of a member's means, as all decode what it sends in the second round."""
-        # The other members' blocks get scale 0, which decodes any code to zero.
-        alone = sent.new_zeros(self.blocks.num_members, len(sent))
-        alone[rank] = sent
-        decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)
-        coded = Coded.arrived(alone, self.blocks.share)
-        code_kernels_for(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
-        norm: torch.Tensor = torch.linalg.vector_norm(decoded, dtype=torch.float64)
+    def _average_two(self, bucket: Bucket, values: torch.Tensor, sent: Coded) -> Round[torch.Tensor | None]:
+        """Do what `_average_shares` does, for two members: each gets all codes, and averages all blocks.
+
+        Instead of its coded mean (3) a member sends its codes of these blocks: as many bytes. So the mean is
+        not rounded, and neither message waits for the other.
+        """
+        theirs, kernels, codebook = 1 - bucket.rank, code_kernels_for(values), CODEBOOKS[self.config.bits]
+        shares = yield AllToAll(sent.message), AllGather(sent.message[bucket.rank])
+        rows = [rows_of_share[theirs] for rows_of_share in shares]  # of this member's share first
+        received = Coded(torch.stack(rows if theirs else rows[::-1]), self.blocks.share)
+
+        yield Commit(AllFinite((sent.scales, received.scales)), writes=self.config.remembers)
+        for codes in (sent, received):
+            codes.scales.mul_(0.5)  # before the sum, which might overflow
+        keeps_residual = self.config.error_feedback
+        is_free = values.dtype == self.dtype and not keeps_residual  # the values are not read any more
+        mean = values if is_free else torch.empty_like(values, dtype=self.dtype)
+        kernels.decode(sent, self.blocks, codebook, mean)
+        residual = torch.sub(values, mean, alpha=2) if keeps_residual else None
+        kernels.add(received, self.blocks, codebook, mean)
+        if mean is not values:
+            round_into(bucket.flat, mean, residual, None)
+        if residual is not None and bucket.loss_scale is not None:
+            residual.div_(bucket.loss_scale)
+        return residual
+
+    def squared_norm(self, sent: torch.Tensor, rank: int, answers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of squares of a member's share of the means, before the second round.
+
+        Of two members, `sent` has this one's codes, and `answers` those that it received in the first round.
+        """
+        rows = [sent] if self.blocks.num_members != 2 else [sent, answers[0][1 - rank]]
+        means = sent.new_zeros(sum(self.blocks.numels), dtype=self.dtype)
+        for row in rows:
+            # The other members' blocks get scale 0, which decodes any code to zero.
+            alone = row.new_zeros(self.blocks.num_members, len(row))
+            alone[rank] = row
+            decoded = torch.empty_like(means)
+            coded = Coded.arrived(alone, self.blocks.share)
+            code_kernels_for(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
+            means += decoded / len(rows)
+        norm: torch.Tensor = torch.linalg.vector_norm(means, dtype=torch.float64)
         return norm.square()
 
     @cached_property

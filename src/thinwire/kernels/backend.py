@@ -112,8 +112,11 @@ class CodeKernels:
     decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
     """Decodes all blocks into gradients; NaN if a scale is not finite."""
 
+    add: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
+    """Adds all decoded blocks to numbers in fp32 or fp64; each sum is rounded once, with every backend."""
+
     decode_and_keep: Callable[[ResidualArgs], torch.Tensor]
-    """The same, and returns the residual: what this member has not sent, what encoding its mean has lost,
+    """Decodes, and returns the residual: what this member has not sent, what encoding its mean has lost,
     and what the gradients' dtype can't hold.
 
     So the mean residual and the mean in few bits add up to the true mean.

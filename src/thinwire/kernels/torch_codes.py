@@ -66,6 +66,13 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
         torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
 
 
+def add(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+    """Decode to a copy, and add it."""
+    values = torch.empty_like(flat)
+    decode(coded, blocks, codebook, values)
+    flat += values
+
+
 def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
     """Return the part of the numbers of all blocks that was not sent."""
     rest = torch.empty_like(values)
@@ -94,7 +101,9 @@ def decode_and_keep(
     return rest if loss_scale is None else rest.div_(loss_scale)
 
 
-CODES = CodeKernels(encoded, averaged, decode, partial(decode_and_keep, remainder=remainder, decode=decode))
+CODES = CodeKernels(
+    encoded, averaged, decode, add, partial(decode_and_keep, remainder=remainder, decode=decode)
+)
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

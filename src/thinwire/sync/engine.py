@@ -114,8 +114,11 @@ class Engine:
             self.buckets.open_all({bucket: device})
         return bucket
 
-    def begin(self, *, pipelined: bool = False) -> Step:
-        """Return a new step. Blocks while messages of abandoned steps are in flight."""
+    def begin(self, *, pipelined: bool = False, in_turn: bool = False) -> Step:
+        """Return a new step. Blocks while messages of abandoned steps are in flight.
+
+        If `in_turn`, requests that a bucket makes together are sent one after the other.
+        """
         # Backends match collectives by their order. If rank 0 began step 8 while a message of its abandoned
         # step 7 was in flight, rank 1's first message of step 8 would be added to that one. So an abandoned
         # step must end on all ranks before a new one begins. Until then the backend may also write its
@@ -134,7 +137,7 @@ class Engine:
             # An algorithm counts turns over all parts. The slots are shared: all parts see what is written.
             memory = Memory(committed // self._num_parts, memory.slots)
         pipelined = pipelined and self.buckets.algorithm.pipelines_buckets
-        scheduler = CollectiveScheduler(self.wire, f"step {number}", pipelined=pipelined)
+        scheduler = CollectiveScheduler(self.wire, f"step {number}", pipelined=pipelined, in_turn=in_turn)
         step = Step(self.buckets, memory, scheduler, self.clock, self._ended, self._weights)
         self._steps.append(step)
         return step

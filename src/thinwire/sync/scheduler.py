@@ -43,7 +43,7 @@ from thinwire.torch_private import is_profiling
 class Task:
     """A bucket's generator of requests, suspended at one."""
 
-    def __init__(self, requests: Requests, bucket: str = "") -> None:
+    def __init__(self, requests: Requests, bucket: str = "", *, in_turn: bool = False) -> None:
         self.bucket = bucket  # its first parameter
         if not isinstance(requests, Generator):
             raise ConfigError(
@@ -55,10 +55,20 @@ class Task:
         self.request: Request | tuple[CollectiveRequest, ...] | None = None
         self.gate: Commit | None = None  # its commit, once reached
         self.is_committed = False  # whether it has passed its commit
+        # Requests of one tuple are sent together or, if `in_turn`, one after the other.
+        self._in_turn = in_turn
+        self._left: list[CollectiveRequest] = []  # not sent yet
+        self.answers: list[torch.Tensor] = []  # to those that were sent
         self.answer(None)  # a generator that has not started accepts nothing else
 
     def answer(self, answer: Any) -> None:
         """Send the answer to its request to the generator, which runs to the next one."""
+        if self._left:
+            self.answers.append(answer)
+            self.request = self._left.pop(0)
+            return
+        if self.answers:
+            answer, self.answers = (*self.answers, answer), []
         try:
             self.request = self.requests.send(answer)
         except StopIteration:
@@ -75,6 +85,8 @@ class Task:
             raise ConfigError(
                 f"a plan's run requested {self.request!r} after its Commit; yield Commit as the last request"
             )
+        if self._in_turn and isinstance(self.request, tuple):
+            self.request, *self._left = self.request
         if isinstance(self.request, Commit):
             self.gate = self.request
             if not isinstance(self.gate.is_healthy, AllFinite) and not callable(self.gate.is_healthy):
@@ -92,12 +104,14 @@ class CollectiveScheduler:
     # forever. So one thread sends everything, at points of the caller's code that are the same on every rank,
     # never when something happens to arrive.
 
-    def __init__(self, transport: Transport, name: str, *, pipelined: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, name: str, *, pipelined: bool = False, in_turn: bool = False
+    ) -> None:
         self.tasks: list[Task] = []  # one for each bucket, and perhaps one more
         self.name = name  # the step's
         self.writes = False  # whether any reached commit writes memory
         self._closing: Task | None = None  # the one more, from `close_with`
-        self._transport, self._is_pipelined = transport, pipelined
+        self._transport, self._is_pipelined, self._in_turn = transport, pipelined, in_turn
         self._rounds: list[Round] = []  # in flight
         self._means: dict[Task, Round] = {}  # those that `take` waits for
         self._previous: Round | None = None  # the first message of the last bucket
@@ -106,7 +120,7 @@ class CollectiveScheduler:
     def start(self, requests: Requests, bucket: str) -> None:
         """Run a bucket to its first message and send it, while the backward pass continues."""
         with profiler_range(f"thinwire: round 1 of {bucket}"):
-            task = Task(requests, bucket)
+            task = Task(requests, bucket, in_turn=self._in_turn)
             # Only this bucket: waiting for the others would delay its message until after the backward pass.
             _compute_jointly([task])
             self._send([task], f"round 1 of the bucket of {bucket}")

@@ -154,10 +154,12 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     torch.testing.assert_close(mine.scales.float(), theirs.scales.float(), rtol=2**-7, atol=0)
     assert (mine.codes != theirs.codes).float().mean() < 0.1
     theirs = mine
-    decoded = [torch.empty_like(flat) for _ in range(2)]
-    for kernels, target in zip((compiled, plain), decoded, strict=True):
+    decoded, added = ([flat.roll(1), flat.roll(1)] for _ in range(2))
+    for kernels, target, total in zip((compiled, plain), decoded, added, strict=True):
         kernels.decode(theirs, blocks, codebook, target)
+        kernels.add(theirs, blocks, codebook, total)
     assert torch.equal(*decoded)
+    assert torch.equal(*added)
     own = blocks.shares[1]
     lost = torch.zeros(own.stop - own.start, block)
     lost[0] = 1

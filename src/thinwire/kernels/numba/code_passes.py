@@ -126,7 +126,7 @@ def average(
                 _encode(room, some, message + codes, message + scales, layout)
                 # Unless losses are kept, the buffer is reused, and stays in the L1 cache.
                 if keeps_lost:
-                    _restore(room, message + codes, message + scales, whole, room, layout, True)
+                    _restore(room, message + codes, message + scales, whole, room, layout, -1)
                     room += FLOAT_BYTES * whole
 
 
@@ -168,7 +168,15 @@ def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layo
     """Decode all blocks."""
     for first, length, row, place in _runs(numels, layout):
         scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
-        _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, False)
+        _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, 0)
+
+
+@compiled
+def add(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
+    """Add all decoded blocks to numbers."""
+    for first, length, row, place in _runs(numels, layout):
+        scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
+        _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, 1)
 
 
 @compiled
@@ -176,7 +184,7 @@ def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts,
     """Write numbers minus what all blocks have sent of them."""
     for first, length, row, place in _runs(numels, layout):
         scales, at = message + row * row_bytes + SCALE_BYTES * place, FLOAT_BYTES * first
-        _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, True)
+        _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, -1)
 
 
 @inlined
@@ -223,25 +231,28 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
 
 
 @inlined
-def _restore(
-    numbers: int, codes: int, scales: int, length: int, out: int, layout: Layout, subtracts: bool
-) -> None:
-    """Decode blocks or, if `subtracts`, write numbers minus the decoded blocks."""
+def _restore(numbers: int, codes: int, scales: int, length: int, out: int, layout: Layout, sign: int) -> None:
+    """Decode blocks, times a sign, and add the numbers; if the sign is 0, only decode."""
     block, bits = layout.block, layout.bits
     for start in range(0, length, block):
         factor, filled = _number(load_half(scales)), min(block, length - start)
         wide = filled - filled % WIDE
         for first in range(0, wide, WIDE):
             at, here = FLOAT_BYTES * (start + first), codes + first * bits // 8
-            if subtracts:
+            if sign < 0:
                 store_tile(out + at, subtract_levels(bits, here, factor, load_tile(numbers + at)))
             else:
-                # One product, rounded once: decoding must give the same bits with every backend.
-                store_tile(out + at, spread(splat(factor)) * read_tile(bits, here))
+                # Each rounded once: decoding must give the same bits with every backend.
+                some = spread(splat(factor)) * read_tile(bits, here)
+                store_tile(out + at, add_rounded(load_tile(numbers + at), some) if sign > 0 else some)
         for first in range(wide, filled, WIDTH):
             at, mask = FLOAT_BYTES * (start + first), first_lanes(min(WIDTH, filled - first))
-            some = splat(factor) * read(bits, codes + first * bits // 8)
-            store(out + at, load(numbers + at, mask) - some if subtracts else some, mask)
+            part = splat(factor) * read(bits, codes + first * bits // 8)
+            if sign < 0:
+                part = load(numbers + at, mask) - part
+            elif sign > 0:
+                part = add_rounded(load(numbers + at, mask), part)
+            store(out + at, part, mask)
         codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
 
 

@@ -90,7 +90,7 @@ def _without_sign(builder: Any, numbers: Any) -> Any:
     return builder.and_(builder.bitcast(numbers, words), _all(words, WITHOUT_SIGN))
 
 
-@operation(tile(tile, tile))
+@operation(vector(vector, vector), of_tiles=tile(tile, tile))
 def add_rounded(builder: Any, sums: Any, products: Any) -> Any:
     """Emit sums plus products that are rounded before they are added, as in PyTorch."""
     # Without any flag Numba would add its own.

@@ -150,6 +150,11 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
         round_into(flat, values, None, None)
 
 
+def add(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+    """Read and write all numbers once."""
+    code_passes.add(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
+
+
 def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
     """Read and write all numbers once."""
     rest = torch.empty_like(flat)
@@ -180,7 +185,11 @@ TABLES = Tables(
         orthonormal_rows=orthonormal_rows,
     ),
     CodeKernels(
-        encoded, averaged, decode, partial(torch_codes.decode_and_keep, remainder=remainder, decode=decode)
+        encoded,
+        averaged,
+        decode,
+        add,
+        partial(torch_codes.decode_and_keep, remainder=remainder, decode=decode),
     ),
     ENTRIES,
 )

@@ -370,9 +370,9 @@ def _rounded(values, out, LIMIT: tl.constexpr):
 def decode(
     message, stride, starts, lengths, levels, out, share, tiles, count,
     LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Write decoded blocks."""
+    """Write decoded blocks, or add them."""
     r, column = _columns(OUTER, ROWS, INNER)
     inside = _inside(column)
     member, start = _member_and_start(tiles, ROWS)
@@ -381,7 +381,10 @@ def decode(
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
-    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), _rounded(values, out, LIMIT), real)
+    at = _at(out, starts, first, r, rows, inside, BLOCK, ALIGNED)
+    if ADDS:
+        values += tl.load(at, real, other=0.0)
+    tl.store(at, _rounded(values, out, LIMIT), real)
 
 
 @triton.jit(**ONE_KERNEL)

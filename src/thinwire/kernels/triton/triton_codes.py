@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
@@ -76,7 +78,9 @@ def averaged(item: MeanArgs) -> Coded:
     return coded
 
 
-def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+def decode(
+    coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor, *, adds: bool = False
+) -> None:
     """Take one launch."""
     launcher.launch(
         "compiled_codes.decode",
@@ -90,7 +94,7 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
             _tiles(blocks),
             blocks.total,
         ],
-        constants(codebook, blocks, LIMIT=_limit(flat)),
+        constants(codebook, blocks, LIMIT=_limit(flat), ADDS=adds),
     )
 
 
@@ -123,7 +127,7 @@ def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
     return rest
 
 
-CODES = CodeKernels(encoded, averaged, decode, decode_and_keep)
+CODES = CodeKernels(encoded, averaged, decode, partial(decode, adds=True), decode_and_keep)
 
 
 def _empty(blocks: Blocks, codebook: Codebook, rows: int, device: torch.device) -> Coded:
