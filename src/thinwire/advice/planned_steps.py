@@ -19,7 +19,6 @@ from thinwire.advice.prediction import checked_budget, checked_steps
 from thinwire.advice.priced import ARITHMETIC_SOURCE, InBlocks, Shape
 from thinwire.advice.priced_steps import PricedSteps, Sent, TimedSteps, Timeline
 from thinwire.probe.measured_link import MeasuredLink
-from thinwire.wire import Collective
 
 FORWARD_SHARE = 1 / 3  # share of compute time: a backward pass takes about twice as long
 BLOCKS_SHARE = 0.85  # share of the parameters; the rest is the embedding
@@ -85,24 +84,16 @@ def planned_steps(compute_seconds: float, training: Training) -> PricedSteps:
         done = accumulate(map(bytes_of, buckets))
         shares = [num_bytes / gradient_bytes for num_bytes in done]
         ready = [FORWARD_SHARE * compute_seconds + backward_seconds * share for share in shares]
-        rounds = [bucket.round_bytes for bucket in sent]
+        rounds = [bucket.handed_bytes for bucket in sent]
         planned = in_turn(rounds, ready) if isinstance(row.format, InBlocks) else together(rounds, ready)
         kinds = row.format.collectives
         messages = tuple(
-            Sent(at, handed_bytes(kinds[which], num_bytes, training.members), waited, kinds[which])
-            for at, num_bytes, waited, which in sorted(planned)
+            Sent(at, num_bytes, waited, kinds[which]) for at, num_bytes, waited, which in sorted(planned)
         )
         residual_bytes = sum(bucket.residual_bytes for bucket in sent)
         timeline = Timeline(messages, compute_seconds + arithmetic_seconds)
         steps.timed[name] = TimedSteps([timeline], residual_bytes, residual_bytes)
     return steps
-
-
-def handed_bytes(collective: Collective, message_bytes: int, members: int) -> int:
-    """Return the bytes that a process contributes, from bytes counted as for an all-reduce."""
-    if collective == "all_gather":
-        return 2 * message_bytes // members
-    return 2 * message_bytes if collective == "all_to_all" else message_bytes
 
 
 def bytes_of(bucket: Sequence[Shape]) -> int:
