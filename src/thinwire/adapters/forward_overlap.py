@@ -16,7 +16,7 @@ forward pass. Each layer uses the same weights as with `attach`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -29,7 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
 from thinwire.adapters.ddp_model import guard, names_in, unaveraged
-from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all, why_whole
+from thinwire.adapters.deferred_optimizer import (
+    DeferredOptimizer,
+    ReadParameters,
+    forget_reads,
+    read_all,
+    why_whole,
+)
 from thinwire.adapters.setup import contributor_scales, log_start, new_engine
 from thinwire.algorithms import Algorithm, Bucket, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
@@ -224,23 +230,22 @@ class ForwardAdapter:
         self._scale: Callable[[], torch.Tensor] | None = None  # waits for the norm; the scale clips the means
         self._failure: BaseException | None = None  # why a mean did not arrive
         self._is_stepping = False
-        self._modules: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._installed = ExitStack()  # undoes `install`
 
     def install(self, root: nn.Module) -> None:
         """Replace the optimizer's step, and intercept reads of parameters."""
         self.engine.settle = self.flush
         for deferred in self._optimizers:
-            deferred.replace_step(self.send_means)
+            self._installed.enter_context(deferred.replaced_step(self.send_means))
             target = deferred.optimizer
             for register in (target.register_state_dict_pre_hook, target.register_load_state_dict_pre_hook):
-                self._handles.append(register(lambda *_: self.flush()))
-        self._modules = [module for module in root.modules() if children_and_parameters(module)[1]]
-        for module in self._modules:
-            parameters = ReadParameters(children_and_parameters(module)[1], self._step_if_pending)
-            put_parameters(module, parameters)
-            if isinstance(module, nn.RNNBase):  # its forward pass reads its own list of weights
-                self._handles.append(module.register_forward_pre_hook(read_all))
+                self._installed.callback(register(lambda *_: self.flush()).remove)
+        for module in root.modules():
+            if parameters := children_and_parameters(module)[1]:
+                put_parameters(module, ReadParameters(parameters, self._step_if_pending))
+                self._installed.callback(forget_reads, module)
+                if isinstance(module, nn.RNNBase):  # its forward pass reads its own list of weights
+                    self._installed.callback(module.register_forward_pre_hook(read_all).remove)
 
     # The backward pass.
 
@@ -416,12 +421,7 @@ class ForwardAdapter:
     def remove_hooks(self) -> None:
         """Restore the optimizer and the modules."""
         self.flush()
-        for module in self._modules:
-            put_parameters(module, dict(children_and_parameters(module)[1]))
-        for handle in self._handles:
-            handle.remove()
-        for deferred in self._optimizers:
-            deferred.restore_step()
+        self._installed.close()
 
 
 class OverlappedSync(GradientSync):
