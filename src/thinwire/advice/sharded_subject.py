@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.sharded.fsdp import FSDPAdapter, refuse_attached, specs_of
-from thinwire.adapters.sharded.view import ShardedModel, local_of, pieces_of, replicas_of, reshard
+from thinwire.adapters.sharded.view import ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Transport, gather_bytes
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe, probe
 from thinwire.sync import Engine, Settings
+from thinwire.tensors.layout import local_tensor
 
 
 class ShardedSubject:
@@ -72,7 +73,7 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
     """Restore parameters, buffers and gradients at the end of this context."""
-    tensors = [local_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    tensors = [local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())]
     held = [tensor.clone() for tensor in tensors]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
