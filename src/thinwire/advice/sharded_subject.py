@@ -26,7 +26,8 @@ class ShardedSubject:
     """
 
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
-        self._sharded, self._transport, self._group = ShardedModel(model), transport, shards_of(model)
+        self._sharded, self._transport = view_of(model), transport
+        self._group = self._sharded.shards()
         self._pieces = pieces_of(model, self._sharded)
         refuse_attached(self._pieces, "call advise before you attach")
         entered.enter_context(_put_back(model))
@@ -47,15 +48,15 @@ class ShardedSubject:
             adapter.detach()
 
 
-def shards_of(model: nn.Module) -> Transport:
-    """Return the transport between the processes of a replica."""
+def view_of(model: nn.Module) -> ShardedModel:
+    """Return the view of a sharded model; raise if it is not one whose replicas Thinwire would average."""
     sharded = ShardedModel(model)
     sharded.refuse_hsdp()
     if sharded.is_replicated:
         raise ConfigError(
             "advise got a model with replicate, which is whole on each process; pass the plain module"
         )
-    return sharded.shards()
+    return sharded
 
 
 def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
@@ -63,7 +64,8 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
     if replicas is None:
         do = 'pass a probe of one process per replica (thinwire probe --save), or replicas=mesh["replicate"]'
         raise ConfigError(f"can't tell where a sharded model's other replicas are; {do}")
-    shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
+    sharded = view_of(model)
+    shards, group = sharded.shards(), replicas_of(sharded, replicas)
     # Only one shard: several would share the link, at varying times.
     text = probe(group).to_json() if shards.rank == 0 else ""
     first, *_ = gather_bytes(text.encode(), shards, "advise: the probe")
