@@ -36,13 +36,13 @@ function inBuckets(shapes, constants) {
   return bucket.length ? [...buckets, bucket] : buckets;
 }
 
-// Bytes of each round of a bucket, counted as of an all-reduce.
+// Bytes that a process hands over in each round of a bucket.
 function roundsOf(bucket, way, machines) {
   if (way.kind === "whole") return [way.element_bytes * sum(bucket.map(numel))];
   if (way.kind === "blocks") {
     const blocks = sum(bucket.map((shape) => Math.ceil(numel(shape) / way.block)));
     const filled = Math.ceil(blocks / machines) * machines;
-    return [(filled * way.block_bytes) / 2, (filled * way.block_bytes) / 2];
+    return [filled * way.block_bytes, (filled / machines) * way.block_bytes];
   }
   const before = 4 * sum(bucket.map(numel));
   let whole = 0, factors = 0;
@@ -87,11 +87,9 @@ function planned(buckets, way, facts, constants) {
   });
   const rounds = buckets.map((bucket) => roundsOf(bucket, way, machines));
   const messages = messagesOf(rounds, ready, way.kind === "blocks", constants.moment);
-  // An exchange hands over twice as much as it counts, a gather as much as all members do together.
   const wire = messages.map(([, bytes, , which]) => {
     if (way.kind !== "blocks") return Math.floor((2 * bytes * (machines - 1)) / machines);
-    const handed = which === 0 ? 2 * bytes : Math.floor((2 * bytes) / machines);
-    return which === 0 ? Math.floor((handed * (machines - 1)) / machines) : handed * (machines - 1);
+    return which === 0 ? Math.floor((bytes * (machines - 1)) / machines) : bytes * (machines - 1);
   });
   const events = messages.flatMap(([at, , waited], index) => [[at, 0, index], [waited, 1, index]]);
   events.sort((one, other) => one[0] - other[0] || one[1] - other[1] || one[2] - other[2]);
