@@ -115,7 +115,7 @@ def train_in_forked_process(setting: Setting, options: Options) -> tuple[float |
     setting.join_group()
     model = DistributedDataParallel(nn.Linear(64, 64))
     built_model.note_built(model)
-    assert not model.__getstate__()["_forward_pre_hooks"]  # a copy stays as torch makes it
+    assert not model.__getstate__()["_forward_pre_hooks"]  # type: ignore[no-untyped-call]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with Join([model]):
         for batch in torch.ones(1 - setting.process_rank, 1, 64):  # none on rank 1

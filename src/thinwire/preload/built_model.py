@@ -169,7 +169,8 @@ class _Votes:
             if question == "built":
                 late += ": start all of them with the same thinwire attach command"
             store.compare_set(outcome, "", late)
-        if (how := store.get(outcome).decode()) != ALL:
+        how: str = store.get(outcome).decode()
+        if how != ALL:
             return how
         answers = {rank: store.get(key).decode() for rank, key in keys.items()}
         others = [f"process {rank}: {other}" for rank, other in answers.items() if other != answer]
