@@ -46,8 +46,10 @@ from thinwire.torch_private import (
 from thinwire.version import __version__
 
 # How long a process waits for the others to answer.
-STORE_SECONDS = 30.0  # that they were started the same
+STORE_SECONDS = 120.0  # that they were started the same: some receive the model's start much later
 PASS_SECONDS = 1800.0  # that they have reached their first pass: as long as a message may take
+PATIENCE_SECONDS = 10.0  # after this, a process logs that it waits for the others' first pass
+ALL = "all have answered"
 BY_ITSELF = "the script attaches by itself"
 
 _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processes
@@ -65,8 +67,8 @@ _register_on_ddp = DistributedDataParallel.register_comm_hook
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
     """Return a model's state for pickling and copying, without Thinwire's hooks."""
     state: dict[str, Any] = _state_of_ddp(model)  # type: ignore[no-untyped-call]
-    if model in _attached:
-        forget_hooks_in(state, "thinwire.")
+    # Before its first pass, a script's own hooks are there too, even those of `thinwire.attach`.
+    forget_hooks_in(state, "thinwire." if model in _attached else __name__)
     return state
 
 
@@ -152,18 +154,24 @@ class _Votes:
     def cast(self, question: str, answer: str, seconds: float) -> str:
         """Publish an answer; return how the others' differ, "" if all are equal. Collective."""
         store, here = default_store(), dist.get_rank()
-        keys = {rank: f"thinwire attach {self.ranks} {self.number} {question} {rank}" for rank in self.ranks}
+        outcome = f"thinwire attach {self.ranks} {self.number} {question}"
+        keys = {rank: f"{outcome} {rank}" for rank in self.ranks}
         store.set(keys[here], answer)
+        # The last to answer or the first to give up decides: one that answers after others have given up
+        # would find all answers there, and attach alone.
+        if store.check(list(keys.values())):
+            store.compare_set(outcome, "", ALL)
         try:
-            store.wait(list(keys.values()), timedelta(seconds=seconds))
+            store.wait([outcome], timedelta(seconds=seconds))
         except (RuntimeError, dist.DistStoreError):
             missing = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
-            if question != "built":
-                return f"processes {missing} have not answered for {seconds:.0f} s"
-            return (
-                f"processes {missing} were not started with thinwire attach; start all of them with the "
-                "same command"
-            )
+            late = f"processes {missing} have not answered for {seconds:.0f} s"
+            if question == "built":
+                late += ": start all of them with the same thinwire attach command"
+            store.compare_set(outcome, "", late)
+        how: str = store.get(outcome).decode()
+        if how != ALL:
+            return how
         answers = {rank: store.get(key).decode() for rank, key in keys.items()}
         others = [f"process {rank}: {other}" for rank, other in answers.items() if other != answer]
         return f"processes differ: process {here}: {answer}; {others[0]}" if others else ""
@@ -179,7 +187,7 @@ class _Votes:
 
 
 class _BeforeFirstPass:
-    """A forward hook of a model to be attached; copies and pickled models have it too."""
+    """A forward hook of a model to be attached; copies and pickled models lack it."""
 
     def __init__(self, options: Options, votes: _Votes) -> None:
         self._options, self._votes = options, votes
@@ -197,7 +205,17 @@ class _BeforeFirstPass:
                 sync = _attach(model, self._options)
             except ThinwireError as error:
                 problem = str(error)
-        differs = self._votes.cast("first pass", problem, PASS_SECONDS)
+        words = (
+            f"process {dist.get_rank()} has waited {PATIENCE_SECONDS:g} s for the others to begin a training "
+            "pass, too; a pass that one process makes alone, such as a check, must be in torch.no_grad()"
+        )
+        alarm = threading.Timer(PATIENCE_SECONDS, _say, [words])
+        alarm.daemon = True
+        alarm.start()
+        try:
+            differs = self._votes.cast("first pass", problem, PASS_SECONDS)
+        finally:
+            alarm.cancel()
         if differs and sync is not None:
             sync.detach()  # some processes could not attach
         if (differs or problem) and problem != BY_ITSELF:
