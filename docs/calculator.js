@@ -36,13 +36,13 @@ function inBuckets(shapes, constants) {
   return bucket.length ? [...buckets, bucket] : buckets;
 }
 
-// Bytes of each round of a bucket, counted as of an all-reduce.
+// Bytes that a process hands over in each round of a bucket.
 function roundsOf(bucket, way, machines) {
   if (way.kind === "whole") return [way.element_bytes * sum(bucket.map(numel))];
   if (way.kind === "blocks") {
     const blocks = sum(bucket.map((shape) => Math.ceil(numel(shape) / way.block)));
     const filled = Math.ceil(blocks / machines) * machines;
-    return [(filled * way.block_bytes) / 2, (filled * way.block_bytes) / 2];
+    return [filled * way.block_bytes, (filled / machines) * way.block_bytes];
   }
   const before = 4 * sum(bucket.map(numel));
   let whole = 0, factors = 0;
@@ -59,13 +59,19 @@ function roundsOf(bucket, way, machines) {
 // Messages as [when sent, bytes, when waited for, which of its bucket], in the order in which they are sent.
 function messagesOf(rounds, ready, inTurn, machines, moment) {
   const messages = [];
+  if (inTurn && machines === 2) {
+    const waited = ready[ready.length - 1] + moment;
+    rounds.forEach((bytes, index) => {
+      bytes.forEach((part, which) => messages.push([ready[index], part, waited, which]));
+    });
+    return messages;
+  }
   if (inTurn) {
     const end = ready[ready.length - 1] + 3 * moment;
     const waits = [...ready.slice(1).map((seconds) => seconds + moment), end, end, end + 2 * moment];
     rounds.forEach((bytes, index) => {
-      const later = machines === 2 ? [ready[index], waits[index]] : [waits[index] + moment, waits[index + 2]];
       messages.push([ready[index], bytes[0], waits[index], 0]);
-      messages.push([later[0], bytes[1], later[1], 1]);
+      messages.push([waits[index] + moment, bytes[1], waits[index + 2], 1]);
     });
     return messages.sort((one, other) => one[0] - other[0]);
   }
@@ -88,11 +94,9 @@ function planned(buckets, way, facts, constants) {
   });
   const rounds = buckets.map((bucket) => roundsOf(bucket, way, machines));
   const messages = messagesOf(rounds, ready, way.kind === "blocks", machines, constants.moment);
-  // An exchange hands over twice as much as it counts, a gather as much as all members do together.
   const wire = messages.map(([, bytes, , which]) => {
     if (way.kind !== "blocks") return Math.floor((2 * bytes * (machines - 1)) / machines);
-    const handed = which === 0 ? 2 * bytes : Math.floor((2 * bytes) / machines);
-    return which === 0 ? Math.floor((handed * (machines - 1)) / machines) : handed * (machines - 1);
+    return which === 0 ? Math.floor((bytes * (machines - 1)) / machines) : bytes * (machines - 1);
   });
   const events = messages.flatMap(([at, , waited], index) => [[at, 0, index], [waited, 1, index]]);
   events.sort((one, other) => one[0] - other[0] || one[1] - other[1] || one[2] - other[2]);

@@ -213,10 +213,11 @@ def forget_refused_hook(model: DistributedDataParallel, name_before: str) -> Non
 
 
 def forget_hooks_in(state: dict[str, Any], package: str) -> None:
-    """Remove a package's hooks from an attached DDP model's state, before it is pickled."""
-    hooks = state["_forward_pre_hooks"].items()
-    others = ((number, hook) for number, hook in hooks if not type(hook).__module__.startswith(package))
-    state |= {"_comm_hooks": [], "_forward_pre_hooks": OrderedDict(others)}
+    """Remove the hooks of a package or module from a DDP model's state, before it is pickled."""
+    before = state["_forward_pre_hooks"].items()
+    others = ((number, hook) for number, hook in before if not type(hook).__module__.startswith(package))
+    comm = [(hook, held) for hook, held in state["_comm_hooks"] if not hook.__module__.startswith(package)]
+    state |= {"_comm_hooks": comm, "_forward_pre_hooks": OrderedDict(others)}
 
 
 def ddp_logging_data(model: DistributedDataParallel) -> dict[str, Any]:

@@ -18,11 +18,11 @@ import thinwire
 from advice.ways import network, only_priced
 from processes import in_each_process
 from thinwire import ConfigError
-from thinwire.adapters.sharded.view import local_of
 from thinwire.advice import sharded_subject
 from thinwire.advice.prediction import SHARDING
 from thinwire.errors import AttachError
 from thinwire.probe import Probe, probe
+from thinwire.tensors.layout import local_tensor
 from training import told_by_all
 
 ROWS, COLUMNS, RANK = 64, 128, 4
@@ -87,4 +87,4 @@ def _state(model: nn.Module) -> Any:
     (weight,) = model.parameters()
     assert weight.grad is not None
     hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
-    return local_of(weight).tolist(), local_of(weight.grad).tolist(), len(hooks)
+    return local_tensor(weight).tolist(), local_tensor(weight.grad).tolist(), len(hooks)

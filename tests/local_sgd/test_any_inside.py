@@ -19,7 +19,7 @@ import thinwire
 from experts import Mixture, divide
 from processes import Spawn, in_each_process
 from thinwire import Nesterov, PowerSGD, Streaming
-from thinwire.errors import AttachError, StepError
+from thinwire.errors import AttachError, StateError, StepError
 from thinwire.local_sgd import DiLoCo, LocalSGD
 from thinwire.tensors.layout import local_tensor
 from training import are_alike, gathered
@@ -129,9 +129,7 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
         assert (its - before).abs().max() > 1e-3
     assert local.stats().messages > 0
     if streaming == Streaming():  # each process has sent what it holds, and that alone
-        assert local.stats().message_bytes == 2 * sum(
-            local_tensor(each).nbytes for each in model.parameters()
-        )
+        assert local.stats().message_bytes == 2 * sum(local_tensor(it).nbytes for it in model.parameters())
 
 
 @in_each_process(4)
@@ -172,9 +170,8 @@ def test_stages_of_a_pipeline_are_averaged_and_stop_together() -> None:
 
 @in_each_process(4)
 def test_each_process_saves_its_part_and_goes_on_from_it() -> None:
-    mesh = mesh_of(("tensor",))
+    mesh, model = mesh_of(("tensor",)), whole_model()
     replica = mesh.get_local_rank("replicate")
-    model = whole_model()
     in_tensors(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -189,6 +186,9 @@ def test_each_process_saves_its_part_and_goes_on_from_it() -> None:
     straight = [whole(parameter) for parameter in model.parameters()]
     model.load_state_dict(held)
     resumed = new_local()
+    others = f"part {1 - mesh.get_local_rank('tensor')} of 2"  # of the same shapes
+    with pytest.raises(StateError, match=others):
+        resumed.load_state_dict({**state, "place": others})
     resumed.load_state_dict(state)
     with resumed:
         train(model, optimizer, replica, slice(None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,9 +129,9 @@ def attach(
                 "replicas"
             )
         # DTensor takes seconds to import; a sharded model has imported it already.
-        attach_sharded = import_module("thinwire.adapters.sharded.fsdp").attach_sharded
-        sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
-        return sync
+        from thinwire.adapters.sharded.fsdp import attach_sharded  # noqa: PLC0415
+
+        return attach_sharded(plain, algorithm, replicas, settings)
     if replicas is not None and ddp_inside(model) is not None:
         raise ConfigError(
             "replicas is for sharded models, and this is a DDP model; leave it out: DDP's process_group "

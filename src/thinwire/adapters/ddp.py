@@ -290,11 +290,9 @@ class DDPBuckets:
         self.are_all_known = names is not None
         self._plans = engine.buckets
         self._states: dict[tuple[int, ...], BucketState] = {}  # by the parameters' ids
-        # Keep the parameters, so that no other object can get one of their ids.
-        self._names: dict[int, tuple[torch.Tensor, str]] = {
-            id(parameter): (parameter, name) for parameter, name in (names or {}).items()
-        }
-        self._inside: set[int] = set()
+        # Keeps the parameters, so that no other object can get one of their ids.
+        self._names: dict[torch.Tensor, str] = dict((names or {}).items())
+        self._inside: set[torch.Tensor] = set()
         # Parameters in no bucket so far. DDP makes buckets of the parameters trained when it is built: ones
         # unfrozen later are in none, and would drift apart. Ones frozen later stay in their buckets.
         self.outside: list[tuple[torch.Tensor, str]] = []
@@ -314,14 +312,14 @@ class DDPBuckets:
 
     def _specs_of(self, parameters: list[torch.Tensor]) -> Specs:
         # DDP fills buckets from the model's end, but lists each bucket's parameters from the start.
-        for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
+        for parameter in (tensor for tensor in reversed(parameters) if tensor not in self._names):
             if self.are_all_known:
                 words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
                 raise ConfigError(f"{words}, which the model did not have in its first step; {ONE_EACH}")
-            self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
-        self._inside.update(map(id, parameters))
-        self.outside = [known for known_id, known in self._names.items() if known_id not in self._inside]
-        return tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
+            self._names[parameter] = f"parameter[-{len(self._names) + 1}]"
+        self._inside.update(parameters)
+        self.outside = [(known, name) for known, name in self._names.items() if known not in self._inside]
+        return tuple(ParameterSpec.of(self._names[parameter], parameter) for parameter in parameters)
 
 
 class Switch:

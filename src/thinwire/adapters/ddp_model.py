@@ -5,7 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -177,7 +177,7 @@ def find_ddp_models(matches: Callable[[DistributedDataParallel], bool]) -> list[
 # Models that can't be attached.
 
 
-def is_fsdp2(model: object) -> bool:
+def is_fsdp2(model: object) -> TypeGuard[torch.nn.Module]:
     """Return whether `fully_shard` or `replicate` was applied to a part of the model."""
     return isinstance(model, torch.nn.Module) and any(_is_one_of(m, FSDP2) for m in model.modules())
 

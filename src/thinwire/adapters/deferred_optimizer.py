@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from thinwire.torch_private import (
     makes_state,
     not_compiled,
     note_step,
+    put_parameters,
 )
 
 ParameterDict = dict[str, nn.Parameter | None]
@@ -39,12 +42,12 @@ class DeferredOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, *, poison: bool) -> None:
         self.optimizer, self._poison = optimizer, poison
         self.is_deferred = False  # whether step() was called since the last backward pass
-        self._before, self._step = vars(optimizer).get("step"), optimizer.step
+        self._step = optimizer.step
         self._settings: list[dict[str, Any]] = []  # each group's, copied when step() was called
         self._values: dict[nn.Parameter, torch.Tensor] = {}  # the values behind poisoned parameters
 
-    def replace_step(self, send: Callable[[], bool]) -> None:
-        """Make the optimizer's `step()` call `send`, and step later if that has sent gradients."""
+    def replaced_step(self, send: Callable[[], bool]) -> AbstractContextManager[object]:
+        """Return a context in which `step()` calls `send`, and steps later if that has sent gradients."""
 
         def step(optimizer: torch.optim.Optimizer, *given: object, **options: object) -> None:
             kind, closure = type(optimizer).__name__, [*given, *options.values()]
@@ -66,7 +69,8 @@ class DeferredOptimizer:
                 self._defer()
 
         # A bound method, as learning-rate schedulers expect.
-        self.optimizer.step = MethodType(counted_step(not_compiled(step)), self.optimizer)  # type: ignore[method-assign]
+        replacement = MethodType(counted_step(not_compiled(step)), self.optimizer)
+        return patch.object(self.optimizer, "step", replacement)
 
     def check_called(self) -> None:
         """Raise if this optimizer's `step()` was not called yet."""
@@ -122,12 +126,6 @@ class DeferredOptimizer:
             parameter.detach().copy_(value)
         self._values.clear()
 
-    def restore_step(self) -> None:
-        """Restore the optimizer's own `step()`."""
-        del self.optimizer.step
-        if self._before is not None:  # a learning-rate scheduler's
-            self.optimizer.step = self._before  # type: ignore[method-assign]
-
 
 class ReadParameters(ParameterDict):
     """A module's parameters, which are stepped before they are read."""
@@ -166,6 +164,11 @@ class ReadParameters(ParameterDict):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied module does not belong to this optimizer.
         return dict, (dict(self.items()),)
+
+
+def forget_reads(module: nn.Module) -> None:
+    """Let a module read its parameters as before `ReadParameters`."""
+    put_parameters(module, dict(children_and_parameters(module)[1]))
 
 
 def read_all(module: nn.Module, _: object) -> None:

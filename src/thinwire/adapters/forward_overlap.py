@@ -16,8 +16,9 @@ forward pass. Each layer uses the same weights as with `attach`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -28,13 +29,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
 from thinwire.adapters.ddp_model import guard, names_in, unaveraged
-from thinwire.adapters.deferred_optimizer import DeferredOptimizer, ReadParameters, read_all, why_whole
+from thinwire.adapters.deferred_optimizer import (
+    DeferredOptimizer,
+    ReadParameters,
+    forget_reads,
+    read_all,
+    why_whole,
+)
 from thinwire.adapters.setup import contributor_scales, log_start, new_engine
 from thinwire.algorithms import Algorithm, Bucket, Quantize
 from thinwire.algorithms.quantize import QuantizePlan
 from thinwire.algorithms.requests import AllGather
 from thinwire.checks import shown
-from thinwire.comm import Message, Work
+from thinwire.comm import Message
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
@@ -191,6 +198,7 @@ def _check_optimizers(model: DistributedDataParallel, optimizers: Sequence[torch
 class PendingBucket:
     """A bucket from its backward pass until its parameters are stepped."""
 
+    step: Step
     state: BucketState
     parameters: list[nn.Parameter]
     mean: torch.Tensor  # this process's gradients, then the mean
@@ -218,29 +226,26 @@ class ForwardAdapter:
         self._open: Step | None = None  # from its first bucket until its means are sent
         self._started: list[PendingBucket] = []  # the open step's buckets
         self._left_by_backward: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
-        self._sent: Step | None = None  # until all its means are applied
         self._pending: dict[nn.Parameter, PendingBucket] = {}  # the sent step's parameters, until stepped
-        self._norm: tuple[Work, torch.Tensor] | None = None  # in flight, squared
-        self._scale: torch.Tensor | None = None  # clips the means
+        self._scale: Callable[[], torch.Tensor] | None = None  # waits for the norm; the scale clips the means
         self._failure: BaseException | None = None  # why a mean did not arrive
         self._is_stepping = False
-        self._modules: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._installed = ExitStack()  # undoes `install`
 
     def install(self, root: nn.Module) -> None:
         """Replace the optimizer's step, and intercept reads of parameters."""
         self.engine.settle = self.flush
         for deferred in self._optimizers:
-            deferred.replace_step(self.send_means)
+            self._installed.enter_context(deferred.replaced_step(self.send_means))
             target = deferred.optimizer
             for register in (target.register_state_dict_pre_hook, target.register_load_state_dict_pre_hook):
-                self._handles.append(register(lambda *_: self.flush()))
-        self._modules = [module for module in root.modules() if children_and_parameters(module)[1]]
-        for module in self._modules:
-            parameters = ReadParameters(children_and_parameters(module)[1], self._step_if_pending)
-            put_parameters(module, parameters)
-            if isinstance(module, nn.RNNBase):  # its forward pass reads its own list of weights
-                self._handles.append(module.register_forward_pre_hook(read_all))
+                self._installed.callback(register(lambda *_: self.flush()).remove)
+        for module in root.modules():
+            if parameters := children_and_parameters(module)[1]:
+                put_parameters(module, ReadParameters(parameters, self._step_if_pending))
+                self._installed.callback(forget_reads, module)
+                if isinstance(module, nn.RNNBase):  # its forward pass reads its own list of weights
+                    self._installed.callback(module.register_forward_pre_hook(read_all).remove)
 
     # The backward pass.
 
@@ -264,7 +269,7 @@ class ForwardAdapter:
             self._open = self.engine.begin(in_turn=True)
         parameters: list[Any] = bucket.parameters()
         # A copy: until the mean arrives, the user may zero DDP's bucket or accumulate in it.
-        pending = PendingBucket(self._buckets.of(parameters, flat), parameters, flat.clone())
+        pending = PendingBucket(self._open, self._buckets.of(parameters, flat), parameters, flat.clone())
         try:
             self._open.start(pending.state, pending.mean)
             earlier = len(self._started) - SENT_MEANWHILE
@@ -286,7 +291,7 @@ class ForwardAdapter:
         """Drop the current step: parameters that still wait lose their means."""
         self.engine.abandon()
         self._open, self._started, self._left_by_backward = None, [], []
-        self._sent = self._norm = self._scale = self._failure = None
+        self._scale = self._failure = None
         self._pending = {}
         for deferred in self._optimizers:
             deferred.forget()
@@ -317,11 +322,11 @@ class ForwardAdapter:
         for bucket, task in zip(buckets, step.collect(), strict=True):
             bucket.task = task
         if self._clip_norm is not None:
-            self._norm = self._start_norm(buckets)
+            self._scale = self._start_norm(buckets, self._clip_norm)
         step.send_means()
         for parameter in self._parameters():
             parameter.grad = None
-        self._open, self._started, self._left_by_backward, self._sent = None, [], [], step
+        self._open, self._started, self._left_by_backward = None, [], []
         self._pending = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         return True
 
@@ -344,8 +349,11 @@ class ForwardAdapter:
         for deferred in self._optimizers:
             yield from deferred.parameters()
 
-    def _start_norm(self, buckets: Sequence[PendingBucket]) -> tuple[Work, torch.Tensor]:
-        """Send the sum of squares of the means that this process has computed, before the last means."""
+    def _start_norm(self, buckets: Sequence[PendingBucket], clip_norm: float) -> Callable[[], torch.Tensor]:
+        """Send the sum of squares of the means that this process has computed, before the last means.
+
+        Return a function that waits for the sum over all processes, and returns the scale of the means.
+        """
         squares = torch.zeros((), dtype=torch.float64, device=self.engine.transport.data_device)
         for bucket in buckets:
             task = cast(Task, bucket.task)
@@ -353,7 +361,14 @@ class ForwardAdapter:
                 plan, rank = cast(QuantizePlan, bucket.state.plan), self.engine.transport.rank
                 squares += plan.squared_norm(task.request.tensor, rank, task.answers).to(squares.device)
         flat = squares.view(1)
-        return self.engine.wire.start(Message("all_reduce", flat, flat, "the norm", "sum")), flat
+        work = self.engine.wire.start(Message("all_reduce", flat, flat, "the norm", "sum"))
+
+        @cache  # needed for each bucket
+        def scale() -> torch.Tensor:
+            work.wait()
+            return (clip_norm / (flat.sqrt() + 1e-6)).clamp(max=1.0)
+
+        return scale
 
     # The next forward pass.
 
@@ -384,22 +399,17 @@ class ForwardAdapter:
         for stepped in bucket.parameters:
             self._pending.pop(stepped)
         if not self._pending:
-            cast(Step, self._sent).end()
+            bucket.step.end()
             for deferred in self._optimizers:
                 deferred.is_deferred = False
-            self._sent = self._scale = None
+            self._scale = None
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def _apply(self, bucket: PendingBucket) -> None:
-        cast(Step, self._sent).take(cast(Task, bucket.task))
-        if self._clip_norm is not None and self._norm is not None:
-            work, squares = self._norm
-            work.wait()
-            scale = self._clip_norm / (squares.sqrt() + 1e-6)
-            self._scale, self._norm = scale.clamp(max=1.0), None
+        bucket.step.take(cast(Task, bucket.task))
         if self._scale is not None:
-            bucket.mean.mul_(self._scale.to(bucket.mean))
+            bucket.mean.mul_(self._scale().to(bucket.mean))
         for deferred in self._optimizers:
             deferred.step(dict(bucket.gradients()))
 
@@ -411,12 +421,7 @@ class ForwardAdapter:
     def remove_hooks(self) -> None:
         """Restore the optimizer and the modules."""
         self.flush()
-        for module in self._modules:
-            put_parameters(module, dict(children_and_parameters(module)[1]))
-        for handle in self._handles:
-            handle.remove()
-        for deferred in self._optimizers:
-            deferred.restore_step()
+        self._installed.close()
 
 
 class OverlappedSync(GradientSync):

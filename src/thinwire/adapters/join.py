@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -90,29 +91,15 @@ def join(
             # make DDP divide as well.
             counter = _Counter(model)
             entered.callback(model.register_forward_pre_hook(counter.count).remove)
-            entered.enter_context(counted(model.parameters(), counter.scale, model.process_group.size()))
+            # Undone for parameters that are frozen or replaced inside the context, too, and for one shared by
+            # two models, which still belongs to the outer context.
+            scale = counter.scale, model.process_group.size()
+            entered.enter_context(patch.dict(contributor_scales, dict.fromkeys(model.parameters(), scale)))
             entered.enter_context(Join([counter, model], *options))
         else:
             divide = divide_by_initial_world_size
             entered.enter_context(Join([joinable], *options, divide_by_initial_world_size=divide))
         yield
-
-
-@contextmanager
-def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor, num_members: int) -> Iterator[None]:
-    """Divide gradients of `parameters` by the number of contributors among the members, in this context."""
-    # A list: parameters that are frozen or replaced inside the context must be removed again as well.
-    before = [(parameter, contributor_scales.get(parameter)) for parameter in parameters]
-    contributor_scales.update((parameter, (scale, num_members)) for parameter, _ in before)
-    try:
-        yield
-    finally:
-        for parameter, was in before:
-            # A parameter shared by two models still belongs to the outer context.
-            if was is None:
-                del contributor_scales[parameter]
-            else:
-                contributor_scales[parameter] = was
 
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_model import names_in
-from thinwire.checks import shown
+from thinwire.checks import listed, shown
 from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.tensors.layout import local_tensor
@@ -70,10 +70,9 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
     first, *others = gather_stacked(fingerprint(tensors), transport).tolist()
     unlike = [rank for rank, other in enumerate(others, start=1) if other != first]
     if unlike:
-        ranks = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
         raise AgreementError(
-            f"parameters of {len(unlike)} of {transport.size} processes (ranks {ranks}) differ from process "
-            "0's, expected equal bits; load the last checkpoint on all of them"
+            f"parameters of {len(unlike)} of {transport.size} processes (ranks {listed(unlike)}) differ from "
+            "process 0's, expected equal bits; load the last checkpoint on all of them"
         )
 
 

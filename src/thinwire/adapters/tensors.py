@@ -56,7 +56,6 @@ class GradientListAdapter(Joinable):
         # If torchrun has started several processes, each would silently train by itself: this raises.
         if process_group is not None or dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1":
             transport = ProcessGroupTransport(process_group, self.parameters[0].device)
-        self._group = transport.group if isinstance(transport, ProcessGroupTransport) else None
         settings = Settings.of(
             grad_scaler=grad_scaler,
             host_check=host_check,
@@ -116,7 +115,8 @@ class GradientListAdapter(Joinable):
         return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
 
     def _check(self, gradients: Gradients) -> None:
-        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        is_alone = isinstance(self.engine.transport, InProcessTransport)
+        if is_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise StepError(
                 "this was created for this process alone, before torch.distributed.init_process_group(); "
                 "create it afterwards, on every process"
@@ -158,12 +158,13 @@ class GradientListAdapter(Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        if self._group is None:
+        transport = self.engine.transport
+        if not isinstance(transport, ProcessGroupTransport):
             raise AttachError(
                 "there is no process group to join: this averages over this process alone; call "
                 "torch.distributed.init_process_group() before you create it"
             )
-        return self._group
+        return transport.group
 
 
 def _checked(parameters: object) -> list[torch.Tensor]:

@@ -144,7 +144,7 @@ def _link_between_replicas(
     if is_fsdp2(module):
         sharded = import_module(SHARDED)
         probe = probe or sharded.probed_between_replicas(module, replicas)
-        return MeasuredLink.of(probe, sharded.shards_of(module).size)
+        return MeasuredLink.of(probe, sharded.view_of(module).shards().size)
     if replicas is not None:
         raise ConfigError("replicas is for models of fully_shard; leave it out")
     return MeasuredLink.of(probe or measure_network())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from socket import gethostname
 
 from thinwire.advice.losses import Training, known_optimizers, loss_gaps
+from thinwire.checks import listed
 from thinwire.probe.measured_link import MeasuredLink
 
 
@@ -48,8 +49,8 @@ def notes_on_link(link: MeasuredLink, num_processes: int, device: str) -> Iterat
         yield f"The probe is of messages on {probe.device}; steps were timed on {device}."
     hosts, here = list(dict.fromkeys(probe.hosts)), gethostname()
     if hosts and here not in hosts:
-        few = ", ".join(hosts[:4]) + (", …" if len(hosts) > 4 else "")
-        yield f"The probe is of other machines ({few}): their links, and the arithmetic of this one, {here}."
+        others = f"other machines ({listed(hosts, 4)})"
+        yield f"The probe is of {others}: their links, and the arithmetic of this one, {here}."
     # If this job has just probed the network itself, it knows that.
     if len(hosts) == 1 and num_processes != probe.world_size:
         here_alone = f"All processes of the probe ran on one machine, {hosts[0]}"

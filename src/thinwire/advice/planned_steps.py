@@ -85,27 +85,15 @@ def planned_steps(compute_seconds: float, training: Training) -> PricedSteps:
         done = accumulate(map(bytes_of, buckets))
         shares = [num_bytes / gradient_bytes for num_bytes in done]
         ready = [FORWARD_SHARE * compute_seconds + backward_seconds * share for share in shares]
-        rounds = [bucket.round_bytes for bucket in sent]
+        rounds = [bucket.handed_bytes for bucket in sent]
+        plan = together
         if isinstance(row.format, InBlocks):
-            planned = in_turn(rounds, ready, training.members)
-        else:
-            planned = together(rounds, ready)
-        kinds = row.format.collectives
-        messages = tuple(
-            Sent(at, handed_bytes(kinds[which], num_bytes, training.members), waited, kinds[which])
-            for at, num_bytes, waited, which in sorted(planned)
-        )
+            plan = at_once if training.members == 2 else in_turn
+        messages = sorted(plan(rounds, ready, row.format.collectives))
         residual_bytes = sum(bucket.residual_bytes for bucket in sent)
-        timeline = Timeline(messages, compute_seconds + arithmetic_seconds)
+        timeline = Timeline(tuple(messages), compute_seconds + arithmetic_seconds)
         steps.timed[name] = TimedSteps([timeline], residual_bytes, residual_bytes)
     return steps
-
-
-def handed_bytes(collective: Collective, message_bytes: int, members: int) -> int:
-    """Return the bytes that a process contributes, from bytes counted as for an all-reduce."""
-    if collective == "all_gather":
-        return 2 * message_bytes // members
-    return 2 * message_bytes if collective == "all_to_all" else message_bytes
 
 
 def bytes_of(bucket: Sequence[Shape]) -> int:
@@ -125,29 +113,34 @@ def in_buckets(shapes: Sequence[Shape]) -> list[list[Shape]]:
     return buckets
 
 
-# A message: when it is sent, its bytes, when its mean is needed, and its number in its bucket.
-Planned = tuple[float, int, float, int]
-
-
-def together(rounds: Sequence[Sequence[int]], ready: Sequence[float]) -> Iterator[Planned]:
+def together(
+    rounds: Sequence[Sequence[int]], ready: Sequence[float], kinds: Sequence[Collective]
+) -> Iterator[Sent]:
     """Yield each bucket's first message when it is ready, and the second ones of all at the end, as one."""
     end = ready[-1] + MOMENT
     for (first, *_), seconds in zip(rounds, ready, strict=True):
-        yield seconds, first, end, 0
+        yield Sent(seconds, first, end, kinds[0])
     if second := sum(sum(later) for _, *later in rounds):
-        yield end + 2 * MOMENT, second, end + 3 * MOMENT, 1
+        yield Sent(end + 2 * MOMENT, second, end + 3 * MOMENT, kinds[1])
 
 
-def in_turn(rounds: Sequence[Sequence[int]], ready: Sequence[float], members: int) -> Iterator[Planned]:
-    """Yield the two messages of each bucket: the second is sent when the next bucket has sent its first.
-
-    Two members send both at once.
-    """
+def in_turn(
+    rounds: Sequence[Sequence[int]], ready: Sequence[float], kinds: Sequence[Collective]
+) -> Iterator[Sent]:
+    """Yield the two messages of each bucket: the second is sent when the next bucket has sent its first."""
     end = ready[-1] + 3 * MOMENT
     waits = [*(seconds + MOMENT for seconds in ready[1:]), end, end, end + 2 * MOMENT]
     for index, (first, second) in enumerate(rounds):
-        yield ready[index], first, waits[index], 0
+        yield Sent(ready[index], first, waits[index], kinds[0])
         # It is awaited together with the first message sent after it.
-        later = (waits[index] + MOMENT, waits[index + 2])
-        at, waited = (ready[index], waits[index]) if members == 2 else later
-        yield at, second, waited, 1
+        yield Sent(waits[index] + MOMENT, second, waits[index + 2], kinds[1])
+
+
+def at_once(
+    rounds: Sequence[Sequence[int]], ready: Sequence[float], kinds: Sequence[Collective]
+) -> Iterator[Sent]:
+    """Yield the two messages of each bucket, when it is ready."""
+    end = ready[-1] + MOMENT
+    for seconds, both in zip(ready, rounds, strict=True):
+        for num_bytes, kind in zip(both, kinds, strict=True):
+            yield Sent(seconds, num_bytes, end, kind)

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 class Volume(NamedTuple):
     """The messages of a bucket in a step, and the memory that it keeps."""
 
-    round_bytes: tuple[int, ...]  # counted as for an all-reduce
+    handed_bytes: tuple[int, ...]  # that a process contributes to each round's collective
     residual_bytes: int = 0
 
 
@@ -52,7 +52,7 @@ class InBlocks:
     def sent(self, bucket: Sequence[Shape], members: int) -> Volume:
         blocks = sum(math.ceil(math.prod(shape) / self.block) for shape in bucket)
         filled = math.ceil(blocks / members) * members
-        return Volume((filled * self.block_bytes // 2,) * 2)
+        return Volume((filled * self.block_bytes, filled // members * self.block_bytes))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class LargestEntries:
         marks += entries  # one is set for each entry
         words = math.ceil(entries * (self.low_bits + self.code_bits) / 8)
         num_bytes = math.ceil(marks / 8) + words + 2 * scales
-        return Volume(((num_bytes + num_bytes % 2) * members // 2,), 4 * sum(numels))
+        return Volume((num_bytes + num_bytes % 2,), 4 * sum(numels))
 
 
 Format: TypeAlias = WholeElements | InBlocks | InFactors | LargestEntries

@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.sharded.fsdp import FSDPAdapter, refuse_attached, specs_of
-from thinwire.adapters.sharded.view import ShardedModel, local_of, pieces_of, replicas_of, reshard
+from thinwire.adapters.sharded.view import ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Transport, gather_bytes
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe, probe
 from thinwire.sync import Engine, Settings
+from thinwire.tensors.layout import local_tensor
 
 
 class ShardedSubject:
@@ -25,7 +26,8 @@ class ShardedSubject:
     """
 
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
-        self._sharded, self._transport, self._group = ShardedModel(model), transport, shards_of(model)
+        self._sharded, self._transport = view_of(model), transport
+        self._group = self._sharded.shards()
         self._pieces = pieces_of(model, self._sharded)
         refuse_attached(self._pieces, "call advise before you attach")
         entered.enter_context(_put_back(model))
@@ -46,15 +48,15 @@ class ShardedSubject:
             adapter.detach()
 
 
-def shards_of(model: nn.Module) -> Transport:
-    """Return the transport between the processes of a replica."""
+def view_of(model: nn.Module) -> ShardedModel:
+    """Return the view of a sharded model; raise if it is not one whose replicas Thinwire would average."""
     sharded = ShardedModel(model)
     sharded.refuse_hsdp()
     if sharded.is_replicated:
         raise ConfigError(
             "advise got a model with replicate, which is whole on each process; pass the plain module"
         )
-    return sharded.shards()
+    return sharded
 
 
 def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
@@ -62,7 +64,8 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
     if replicas is None:
         do = 'pass a probe of one process per replica (thinwire probe --save), or replicas=mesh["replicate"]'
         raise ConfigError(f"can't tell where a sharded model's other replicas are; {do}")
-    shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
+    sharded = view_of(model)
+    shards, group = sharded.shards(), replicas_of(sharded, replicas)
     # Only one shard: several would share the link, at varying times.
     text = probe(group).to_json() if shards.rank == 0 else ""
     first, *_ = gather_bytes(text.encode(), shards, "advise: the probe")
@@ -72,7 +75,7 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
     """Restore parameters, buffers and gradients at the end of this context."""
-    tensors = [local_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    tensors = [local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())]
     held = [tensor.clone() for tensor in tensors]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:

@@ -173,6 +173,11 @@ class BucketPlan(ABC):
     specs: tuple[ParameterSpec, ...]
     routes: tuple[Route, ...]
 
+    @cached_property
+    def rounds(self) -> int:
+        """Messages that wait for one another."""
+        return max((route.rounds for route in self.routes), default=0)
+
     @abstractmethod
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Turn `bucket.flat` into the mean over the group, in place.

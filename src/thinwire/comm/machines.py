@@ -12,13 +12,14 @@ import os
 import re
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 
+from thinwire.checks import listed
 from thinwire.comm.agreement import CALL, agree
 from thinwire.comm.collectives import gather_bytes, gather_numbers
 from thinwire.comm.in_process import InProcessTransport
@@ -84,11 +85,7 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> Mach
         return None
     ranks = dist.get_process_group_ranks(transport.group)
     rows = machines_by_launcher(transport, ranks) if layout is True else _given(transport, ranks, layout)
-    is_mesh = not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1
-    if is_mesh and all(row == sorted(row) for row in rows):
-        groups = (cast("DeviceMesh", layout).get_group(dim) for dim in (1, 0))
-        return _machines(groups, transport, rows)
-    return _grouped(transport, rows)
+    return _grouped(transport, rows, None if isinstance(layout, bool | list | tuple) else layout)
 
 
 def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
@@ -113,13 +110,16 @@ def machines_of_subgroups(
     return _grouped(transport, rows)
 
 
-def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) -> Machines | None:
+def _grouped(
+    transport: ProcessGroupTransport, rows: Sequence[Sequence[int]], mesh: Any = None
+) -> Machines | None:
+    """Return the groups of this process's row and column: those of a mesh of these rows, or new ones."""
     sizes = [len(row) for row in rows]
     if len(rows) < 2 or max(sizes) == 1:
         return None
     if min(sizes) < max(sizes):
         uneven = (
-            f"machines have {_shown(sizes)} processes of the group, so each process sends by itself; with "
+            f"machines have {listed(sizes)} processes of the group, so each process sends by itself; with "
             "equal numbers, a machine would send its sum only once"
         )
         if not transport.rank:
@@ -128,30 +128,27 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     # Torch sorts the ranks of a group. With [[0, 3], [2, 1]] as given, rank 1 would have local rank 0 in its
     # machine's group, but average with rank 3, whose local rank is 1.
     made, key = made_of(transport.group), tuple(tuple(sorted(row)) for row in rows)
-    if key not in made:
-        is_whole_job = transport.size == dist.get_world_size()
-        if not is_whole_job:
-            # Torch names a group of a part of the job by how many groups the process is in. If rank 0 had one
-            # more, for its logs, ranks 0 and 1 would wait for each other under different names. So a process
-            # in fewer groups makes groups of its own.
-            most = max(count for (count,) in gather_numbers([num_groups()], transport, PURPOSE))
-            while num_groups() < most:
-                dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        made[key] = list(_new_groups(transport, key, is_whole_job=is_whole_job))
-    return _machines(made[key], transport, key)
-
-
-def _machines(
-    groups: Iterable[dist.ProcessGroup], transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]
-) -> Machines:
+    if mesh is not None and all(list(row) == sorted(row) for row in rows):
+        groups = [mesh.get_group(dim) for dim in (1, 0)]
+    else:
+        if key not in made:
+            made[key] = list(_new_groups(transport, key))
+        groups = made[key]
     intra_node, inter_node = (ProcessGroupTransport(group, transport.gradient_device) for group in groups)
-    return Machines(intra_node, inter_node, tuple(map(tuple, rows)))
+    return Machines(intra_node, inter_node, key)
 
 
 def _new_groups(
-    transport: ProcessGroupTransport, rows: Sequence[Sequence[int]], *, is_whole_job: bool
+    transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]
 ) -> Iterator[dist.ProcessGroup]:
-    """Yield the groups of this process's row and column."""
+    is_whole_job = transport.size == dist.get_world_size()
+    if not is_whole_job:
+        # Torch names a group of a part of the job by how many groups the process is in. If rank 0 had one
+        # more, for its logs, ranks 0 and 1 would wait for each other under different names. So a process in
+        # fewer groups makes groups of its own.
+        most = max(count for (count,) in gather_numbers([num_groups()], transport, PURPOSE))
+        while num_groups() < most:
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
     backend, device = dist.get_backend_config(transport.group), transport.gradient_device
     timeout = timeout_of(transport.group, device or torch.device("cpu"))
     for lists in ([list(row) for row in rows], [list(column) for column in zip(*rows, strict=True)]):
@@ -181,9 +178,9 @@ def _given(
             "machines must be True, False, the ranks on each machine ([[0, 1], [2, 3]]) or a mesh, got "
             f"{rows!r}"
         )
-    listed = [rank for row in rows for rank in row]
-    if sorted(listed) != sorted(ranks):
-        missing, unknown = sorted(set(ranks) - set(listed)), sorted(set(listed) - set(ranks))
+    given = [rank for row in rows for rank in row]
+    if sorted(given) != sorted(ranks):
+        missing, unknown = sorted(set(ranks) - set(given)), sorted(set(given) - set(ranks))
         wrong = f"has {unknown[:8]}, which are not in it" if unknown else "has some twice"
         raise ConfigError(
             f"machines must list each process of the model's group {list(ranks)[:8]} once; it "
@@ -258,17 +255,17 @@ def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[i
     """Return the machines of ranks with one host name: several if machines are clones of one image."""
     local = [everyone[rank] for rank in ranks]
     sizes = {rank.local_size for rank in local}
-    listed = " or ".join(map(str, sorted(sizes)))
+    local_sizes = " or ".join(map(str, sorted(sizes)))
     if len({rank.host for rank in local}) > 1:
         wrong = f"processes {ranks[:8]} share a machine, but their host names differ"
     elif len(sizes) == 1 and len(ranks) <= local[0].local_size:
         return [ranks]
     elif local[0].machine >= 0:
-        wrong = f"processes {ranks[:8]} share a machine, but LOCAL_WORLD_SIZE is {listed} there"
+        wrong = f"processes {ranks[:8]} share a machine, but LOCAL_WORLD_SIZE is {local_sizes} there"
     elif rows := _filled_in_turn(ranks, everyone):
         return rows
     else:
-        wrong = f"processes {ranks[:8]} have one host name, but LOCAL_WORLD_SIZE is {listed}"
+        wrong = f"processes {ranks[:8]} have one host name, but LOCAL_WORLD_SIZE is {local_sizes}"
     raise AgreementError(
         f"the launcher's variables don't define machines: {wrong}; pass machines=[[…], …], the ranks on "
         "each machine, or set GROUP_RANK to each machine's number"
@@ -308,13 +305,8 @@ def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
     return (
         f"processes {rows[own][:8]} have one host name, {socket.gethostname()}, but each sends by itself: "
         "no LOCAL_WORLD_SIZE says that they share a machine. If they do, start them with torchrun, or pass "
-        f"machines=[{_shown(rows.values())}]"
+        f"machines=[{listed(rows.values())}]"
     )
-
-
-def _shown(items: Iterable[object]) -> str:
-    listed = list(map(str, items))
-    return ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
 
 
 def _gather(transport: Transport, numbers: Sequence[int], how: str) -> list[list[int]]:

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -62,7 +61,7 @@ class PeerExchange:
         self._head_bytes = HEAD_BYTES // max(1, size - 1)
         self._ahead = ahead
         self._posted: dict[str, deque[list[PostedRecv]]] = defaultdict(deque)
-        self._post_numbers, self._send_numbers = (defaultdict[str, Any](count) for _ in range(2))
+        self._num_started: dict[str, int] = defaultdict(int)  # of each kind
         # Of each kind, by number; abandoned ones too: Gloo closes a connection if a message's buffer is gone.
         self._under_way: dict[str, dict[int, PeerWork]] = defaultdict(dict)
 
@@ -76,9 +75,10 @@ class PeerExchange:
     ) -> PeerWork:
         """Send row i of bytes to rank i, and receive its row into row i of `received`."""
         posted, head_bytes = self._posted[kind], self._head_bytes
+        number, under_way = self._num_started[kind], self._under_way[kind]
         while len(posted) <= self._ahead:
-            posted.append(self._post_recvs(group, kind))
-        number, under_way = next(self._send_numbers[kind]), self._under_way[kind]
+            posted.append(self._post_recvs(group, TAGS[kind] + (number + len(posted)) % NUM_TAGS))
+        self._num_started[kind] += 1
         tag = TAGS[kind] + number % NUM_TAGS
         works: list[dist.Work] = []
         for peer in self._peers:
@@ -94,9 +94,8 @@ class PeerExchange:
         under_way[number] = work = PeerWork(posted.popleft(), rows, works, finish, under_way, number)
         return work
 
-    def _post_recvs(self, group: Any, kind: str) -> list[PostedRecv]:
+    def _post_recvs(self, group: Any, tag: int) -> list[PostedRecv]:
         """Post a receive for each peer's next message, after those already posted."""
-        tag = TAGS[kind] + next(self._post_numbers[kind]) % NUM_TAGS
         posted = []
         for peer in self._peers:
             room = torch.empty(LENGTH_BYTES + self._head_bytes, dtype=torch.uint8, device="cpu")

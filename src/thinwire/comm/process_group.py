@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,8 +46,7 @@ GLOO = ("gloo", "torchft-gloo")
 
 # Groups made of a group's processes. Torch does not destroy groups itself, and a handle uses its groups until
 # it is detached, so they are made once and live as long as their parent.
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Sequence[dist.ProcessGroup]]] = WeakKeyDictionary()
-_CONTROL: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Transport]] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 # One per group: Gloo matches by tags that count the group's messages, whichever transport sends them.
 _PEERS: WeakKeyDictionary[Any, PeerExchange] = WeakKeyDictionary()
 
@@ -98,16 +98,18 @@ class GroupTransport(Transport):
 
     def send(self, tensor: torch.Tensor, to: int, purpose: str) -> DistWork:
         """Send a tensor to one member, which calls `receive`."""
-        return self._started(purpose, lambda: self.group.send([as_bytes(tensor)], to, 0))
+        return self._started(purpose, self.group.send, [as_bytes(tensor)], to, 0)
 
     def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> DistWork:
         """Receive the tensor that one member sends."""
-        return self._started(purpose, lambda: self.group.recv([as_bytes(tensor)], source, 0))
+        return self._started(purpose, self.group.recv, [as_bytes(tensor)], source, 0)
 
-    def _started(self, where: str, start: Callable[[], Any]) -> DistWork:
+    def _started(
+        self, where: str, start: Callable[..., Any], *arguments: object, **options: object
+    ) -> DistWork:
         """Return the started work, always asynchronous: callers wait when they need the result."""
         try:
-            return DistWork(start(), where, self.why)
+            return DistWork(start(*arguments, **options), where, self.why)
         except RuntimeError as error:
             raise failure(where, error, self.why) from error
 
@@ -231,13 +233,13 @@ class ProcessGroupTransport(GroupTransport):
         where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._shares_evenly(flat, lengths):
-            scatter = partial(dist.reduce_scatter_tensor, own, flat, dist.ReduceOp.AVG, self.group)
-            return self._started(where, lambda: scatter(async_op=True))
+            scatter, mean = dist.reduce_scatter_tensor, dist.ReduceOp.AVG
+            return self._started(where, scatter, own, flat, mean, self.group, async_op=True)
         received = flat.new_empty(self.size, len(own))
         to_come, to_go = [own.nbytes] * self.size, [flat.itemsize * length for length in lengths]
         # Send bytes, so that Gloo exchanges every dtype.
         buffers, options = (as_bytes(received), as_bytes(flat)), AllToAllOptions()
-        exchange = self._started(where, lambda: self.group.alltoall_base(*buffers, to_come, to_go, options))
+        exchange = self._started(where, self.group.alltoall_base, *buffers, to_come, to_go, options)
 
         def wait() -> None:
             exchange.wait()
@@ -251,18 +253,18 @@ class ProcessGroupTransport(GroupTransport):
         """Use NCCL's all-gather if parts have one length, or else copies of each part."""
         if not self._shares_evenly(flat, lengths):
             return super().gather_parts(flat, lengths, purpose)
-        gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])
+        own = flat.split_with_sizes(list(lengths))[self.rank]
         where = f"{purpose}: the gather of {flat.numel()} × {flat.dtype}"
-        return self._started(where, lambda: gather(self.group, async_op=True))
+        return self._started(where, dist.all_gather_into_tensor, flat, own, self.group, async_op=True)
 
-    def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
-        """Send a message from the first member to the second and back; return the first's one-way seconds."""
+    def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float:
+        """Send a message to the second member and back; return the one-way seconds, 0 on the second."""
         purpose = f"a message between the processes {first} and {second}"
         if self.rank == second:
             # Receive first: if both sent first, each could wait for the other to receive.
             self.receive(message, first, purpose).wait()
             self.send(message, first, purpose).wait()
-            return None
+            return 0.0
         start = time.perf_counter()
         self.send(message, second, purpose).wait()
         self.receive(message, second, purpose).wait()
@@ -321,8 +323,8 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
     return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 
-def made_of(group: dist.ProcessGroup) -> dict[Hashable, Sequence[dist.ProcessGroup]]:
-    """Return the dictionary of groups made from a group's processes, to add to."""
+def made_of(group: dist.ProcessGroup) -> dict[Hashable, Any]:
+    """Return the dictionary of what was made for a group's processes, to add to; keys name the processes."""
     return _MADE.setdefault(group, {})
 
 
@@ -344,8 +346,8 @@ def own_group() -> dist.ProcessGroup:
     made, own = made_of(checked_group(None)), dist.get_rank()
     if own not in made:
         # Without this flag torch checks that every process passes the same ranks. Here each passes its own.
-        made[own] = [cast(dist.ProcessGroup, dist.new_group([own], use_local_synchronization=True))]
-    return made[own][0]
+        made[own] = dist.new_group([own], use_local_synchronization=True)
+    return cast(dist.ProcessGroup, made[own])
 
 
 def control_transport(ranks: Sequence[int]) -> Transport:
@@ -356,24 +358,20 @@ def control_transport(ranks: Sequence[int]) -> Transport:
     own, for its logs, ranks 0 and 1 would look for each other under different names, and wait forever.
     """
     group, key = checked_group(None), tuple(ranks)
-    made = _CONTROL.setdefault(group, {})
+    made = made_of(group)
     if key not in made:
         rank, timeout = ranks.index(dist.get_rank()), timeout_of(group, torch.device("cpu"))
         store = dist.distributed_c10d.PrefixStore(f"thinwire/{key}", default_store())
         backend = dist.ProcessGroupGloo(store, rank, len(ranks), timeout or default_pg_timeout)
         made[key] = GroupTransport(backend, rank, len(ranks))
-    return made[key]
+    return cast(Transport, made[key])
 
 
 def over_connections(interface: str, number: int) -> ProcessGroupTransport:
     """Return a new Gloo group of all processes, with `number` connections between any two. Collective."""
     # Gloo reads the variable when a group is made.
-    before = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * number)
-    try:
+    with patch.dict(os.environ, GLOO_SOCKET_IFNAME=",".join([interface] * number)):
         return ProcessGroupTransport(dist.new_group(backend="gloo"))
-    finally:
-        os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
 def own_subgroup(

@@ -22,7 +22,7 @@ from thinwire.local_sgd.inner_optimizers import load_optimizers
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Nesterov, nesterov_lr
 from thinwire.local_sgd.pending_average import PendingAverage
-from thinwire.local_sgd.saved_state import LoadedState, checked_state, packed_state
+from thinwire.local_sgd.saved_state import LoadedState, checked_state, packed_state, place_in
 from thinwire.local_sgd.schedule import Schedule
 from thinwire.sync import Engine
 from thinwire.sync.state import in_memory_order
@@ -97,6 +97,10 @@ class ElasticContributor(ABC):
             "optimizer": sent or "not sent",
         }
 
+    @property
+    def _place(self) -> str | None:
+        return place_in(self.group.inside) if self.group.has_parts else None
+
     def _tensors_not_averaged(self) -> dict[str, torch.Tensor]:
         """Return by name what else a newcomer must receive: frozen parameters and other buffers."""
         # Tensors are found by identity: names in a compiled block differ from those in the average.
@@ -118,6 +122,7 @@ class ElasticContributor(ABC):
             last_average=self.shared_tensors(),
             sync=self.next_engine.state.common_state(self.next_engine.algorithm) if sync is None else sync,
             outer=None if self.model.outer is None else self.model.outer.state_dict(),
+            place=self._place,
             members={
                 "lineage": self.lineage,
                 "commits": self.commits,
@@ -131,7 +136,8 @@ class ElasticContributor(ABC):
     def check_state(self, state: Mapping[str, Any]) -> LoadedState:
         """Return a saved or received state, checked; raise if it is not of this model."""
         shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self.model.tensors()}
-        loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
+        has_outer = self.model.make_outer is not None
+        loaded = checked_state(state, [shapes], place=self._place, has_outer=has_outer)
         if loaded.pending:
             raise StateError(
                 "the state was saved while an averaging was in progress, but elastic members start from a "

@@ -28,7 +28,7 @@ from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
-from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
+from thinwire.local_sgd.saved_state import checked_state, packed_state, place_in, saved_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
 from thinwire.local_sgd.training_loop import check_ddp, warn_of_ddp
 from thinwire.tensors.layout import local_tensor
@@ -327,11 +327,17 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
             outer=saved_outer(model),
+            place=self._place,
             # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
             warmup=self._contributor.warmup_engine.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps
             else None,
         )
+
+    @property
+    def _place(self) -> str | None:
+        replica = self._model.replica
+        return None if replica.pieces or replica.shards is None else place_in(replica.shards)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,9 +359,10 @@ class LocalSGD(ModelAverager, Joinable):
             {tensor.name: replica.shape_of(tensor.name, tensor.value) for tensor in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        has_outer, has_warmup = self._model.make_outer is not None, bool(self._schedule.warmup.algorithm)
+        expected: dict[str, Any] = {"place": self._place, "has_outer": self._model.make_outer is not None}
+        expected["has_warmup"] = bool(self._schedule.warmup.algorithm)
         # A copy: it is used on entry, and the caller may change the original before.
-        loaded = checked_state(copy.deepcopy(state), shapes, has_outer=has_outer, has_warmup=has_warmup)
+        loaded = checked_state(copy.deepcopy(state), shapes, **expected)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],

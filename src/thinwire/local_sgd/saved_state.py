@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from thinwire.checks import whole_number
+from thinwire.comm import Transport
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.inner_optimizers import parameters_of
@@ -17,6 +18,7 @@ from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, damage
 from thinwire.torch_private import tree_map
 
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
+LATER = ("warmup", "members", "place")
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -36,20 +38,36 @@ class LoadedState(NamedTuple):
 
 
 def packed_state(**parts: Any) -> dict[str, Any]:
-    """Return a state made of its parts; without the warm-up's and the members' part if there is none."""
-    optional = {key: part for key in ("warmup", "members") if (part := parts.pop(key, None)) is not None}
+    """Return a state made of its parts; without those of `LATER` that are None."""
+    optional = {key: part for key in LATER if (part := parts.pop(key, None)) is not None}
     return {"version": FORMAT, "in_flight": (), **parts, **optional}
 
 
+def place_in(inside: Transport) -> str:
+    """Return which part of the model a process saves, if each saves its own."""
+    return f"part {inside.rank} of {inside.size}"
+
+
 def checked_state(
-    state: Any, shapes: Sequence[Mapping[str, tuple[int, ...]]], *, has_outer: bool, has_warmup: bool = False
+    state: Any,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    *,
+    place: str | None,
+    has_outer: bool,
+    has_warmup: bool = False,
 ) -> LoadedState:
     """Return the state, checked except for the parts that the engine and the outer optimizer check.
 
-    `shapes` has the shapes of each fragment's tensors, by name.
+    `shapes` has the shapes of each fragment's tensors, by name; `place` is that of the state to expect.
     """
     check_kind(state, KEYS, "LocalSGD.state_dict()")
     with damage_named():
+        # 0.2 did not save it. Parts may have the same shapes.
+        if (saved := state.get("place", place)) != place:
+            raise StateError(
+                f"the state is {saved} of the model, but this process holds {place or 'the whole'}; load on "
+                "each process the file that it saved"
+            )
         loaded = LoadedState(
             step=whole_number("step", state["step"], minimum=0, error=StateError),
             sent_after=list(map(int, state["sent_after"])),

@@ -46,8 +46,10 @@ from thinwire.torch_private import (
 from thinwire.version import __version__
 
 # How long a process waits for the others to answer.
-STORE_SECONDS = 30.0  # that they were started the same
+STORE_SECONDS = 120.0  # that they were started the same: some receive the model's start much later
 PASS_SECONDS = 1800.0  # that they have reached their first pass: as long as a message may take
+PATIENCE_SECONDS = 10.0  # after this, a process logs that it waits for the others' first pass
+ALL = "all have answered"
 BY_ITSELF = "the script attaches by itself"
 
 _num_built: Counter[tuple[int, ...]] = Counter()  # models per group of processes
@@ -65,8 +67,8 @@ _register_on_ddp = DistributedDataParallel.register_comm_hook
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
     """Return a model's state for pickling and copying, without Thinwire's hooks."""
     state: dict[str, Any] = _state_of_ddp(model)  # type: ignore[no-untyped-call]
-    if model in _attached:
-        forget_hooks_in(state, "thinwire.")
+    # Before its first pass, a script's own hooks are there too, even those of `thinwire.attach`.
+    forget_hooks_in(state, "thinwire." if model in _attached else __name__)
     return state
 
 
@@ -152,21 +154,31 @@ class _Votes:
     def cast(self, question: str, answer: str, seconds: float) -> str:
         """Publish an answer; return how the others' differ, "" if all are equal. Collective."""
         store, here = default_store(), dist.get_rank()
-        keys = {rank: f"thinwire attach {self.ranks} {self.number} {question} {rank}" for rank in self.ranks}
+        outcome = f"thinwire attach {self.ranks} {self.number} {question}"
+        keys = {rank: f"{outcome} {rank}" for rank in self.ranks}
         store.set(keys[here], answer)
+        # The last to answer or the first to give up decides: one that answers after others have given up
+        # would find all answers there, and attach alone.
+        if store.check(list(keys.values())):
+            store.compare_set(outcome, "", ALL)
         try:
-            store.wait(list(keys.values()), timedelta(seconds=seconds))
+            store.wait([outcome], timedelta(seconds=seconds))
         except (RuntimeError, dist.DistStoreError):
             missing = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
-            if question != "built":
-                return f"processes {missing} have not answered for {seconds:.0f} s"
-            return (
-                f"processes {missing} were not started with thinwire attach; start all of them with the "
-                "same command"
-            )
+            late = f"processes {missing} have not answered for {seconds:.0f} s"
+            if question == "built":
+                late += ": start all of them with the same thinwire attach command"
+            store.compare_set(outcome, "", late)
+        how: str = store.get(outcome).decode()
+        if how != ALL:
+            return how
         answers = {rank: store.get(key).decode() for rank, key in keys.items()}
         others = [f"process {rank}: {other}" for rank, other in answers.items() if other != answer]
         return f"processes differ: process {here}: {answer}; {others[0]}" if others else ""
+
+    def numbered(self, path: str) -> str:
+        """Return the model's own path: a job may train several models, such as a GAN."""
+        return path if self.number == 1 else f"{path}.{self.number}"
 
     def say(self, line: str) -> None:
         """Log a line once for the model."""
@@ -175,7 +187,7 @@ class _Votes:
 
 
 class _BeforeFirstPass:
-    """A forward hook of a model to be attached; copies and pickled models have it too."""
+    """A forward hook of a model to be attached; copies and pickled models lack it."""
 
     def __init__(self, options: Options, votes: _Votes) -> None:
         self._options, self._votes = options, votes
@@ -193,7 +205,17 @@ class _BeforeFirstPass:
                 sync = _attach(model, self._options)
             except ThinwireError as error:
                 problem = str(error)
-        differs = self._votes.cast("first pass", problem, PASS_SECONDS)
+        words = (
+            f"process {dist.get_rank()} has waited {PATIENCE_SECONDS:g} s for the others to begin a training "
+            "pass, too; a pass that one process makes alone, such as a check, must be in torch.no_grad()"
+        )
+        alarm = threading.Timer(PATIENCE_SECONDS, _say, [words])
+        alarm.daemon = True
+        alarm.start()
+        try:
+            differs = self._votes.cast("first pass", problem, PASS_SECONDS)
+        finally:
+            alarm.cancel()
         if differs and sync is not None:
             sync.detach()  # some processes could not attach
         if (differs or problem) and problem != BY_ITSELF:
@@ -203,15 +225,14 @@ class _BeforeFirstPass:
             note_averaged()
             return
         _attached.add(model)
-        run = _Run(sync, self._options, self._votes)
-        if why := run.load():
+        if why := _load(sync, self._options, self._votes):
             # A process that was killed has saved nothing: what the others load would be of another step.
             sync.detach()
             if self._options.strict:
                 raise AttachError(why)
             self._votes.say(f"no process loads its saved state: {why}")
-            run.sync = _attach(model, self._options)
-        run.begin()
+            sync = _attach(model, self._options)
+        _Run(sync, self._options, self._votes)  # held by the engine
 
 
 def _why_not(model: DistributedDataParallel) -> str:
@@ -245,6 +266,19 @@ def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     return averaging(model, optimizer, **settings).sync
 
 
+def _load(sync: GradientSync, options: Options, votes: _Votes) -> str:
+    """Load the folder's state; return why not all processes have loaded the same step's. Collective."""
+    if options.checkpoint is None:
+        return ""
+    error, folder = "", Path(votes.numbered(options.checkpoint))
+    if any(folder.glob(LOCAL_NAME.format("*"))):
+        try:
+            load_local(sync, folder)
+        except (ThinwireError, OSError) as failed:
+            error = str(failed)
+    return votes.cast("state", error or f"step {sync.steps}", PASS_SECONDS) or error
+
+
 class _RunsOfThread(weakref.WeakSet["_Run"]):
     """Ends its runs with the thread that trains: Ray Train kills the process after it."""
 
@@ -262,36 +296,20 @@ class _Run:
     The model's engine holds it as an observer of its steps, so it ends with the model.
     """
 
-    has_begun = has_averaged = False
+    is_running = has_averaged = is_told_to_end = False
 
     def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
         self.sync, self.options, self.votes = sync, options, votes
-        self._folder = None if options.checkpoint is None else Path(self._numbered(options.checkpoint))
-        self._watch, self.is_told_to_end = ExitStack(), False
-
-    def load(self) -> str:
-        """Load the folder's state; return why not all processes have loaded the same step's. Collective."""
-        if self._folder is None:
-            return ""
-        error = ""
-        if any(self._folder.glob(LOCAL_NAME.format("*"))):
-            try:
-                load_local(self.sync, self._folder)
-            except (ThinwireError, OSError) as failed:
-                error = str(failed)
-        return self.votes.cast("state", error or f"step {self.sync.steps}", PASS_SECONDS) or error
-
-    def begin(self) -> None:
-        self._stats, self.has_begun = self.sync.stats(), True
-        engine_of(self.sync).reporter.observers.append(self._after_step)
+        self._watch, self._stats, self.is_running = ExitStack(), sync.stats(), True
+        engine_of(sync).reporter.observers.append(self._after_step)
         _runs.add(self)
         _of_thread.__dict__.setdefault("runs", _RunsOfThread()).add(self)
         # Processes that multiprocessing forks end without running atexit's functions.
         Finalize(None, _end_runs, exitpriority=0)
-        if self._folder is None:
-            if self.sync.algorithm.remembers:
-                self.votes.say(
-                    f"{self.sync.algorithm} remembers what it has not sent yet, but your checkpoints do not "
+        if options.checkpoint is None:
+            if sync.algorithm.remembers:
+                votes.say(
+                    f"{sync.algorithm} remembers what it has not sent yet, but your checkpoints do not "
                     "contain it; --checkpoint DIR saves it"
                 )
         # In Python, only the main thread can handle signals.
@@ -300,11 +318,11 @@ class _Run:
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         ):
             signal.signal(signal.SIGTERM, _tell_runs_to_end)
-        if self.options.watch is not None and self.votes.is_first:
+        if options.watch is not None and votes.is_first:
             from thinwire.watch import Watch  # noqa: PLC0415
 
             try:
-                self._watch.enter_context(Watch(self.sync, self._numbered(self.options.watch)))
+                self._watch.enter_context(Watch(sync, votes.numbered(options.watch)))
             except (ThinwireError, OSError) as error:
                 _say(f"nothing is recorded: {error}")
 
@@ -323,14 +341,14 @@ class _Run:
 
     def end(self) -> None:
         """Save the state, and log what was sent, once."""
-        if not self.has_begun:
+        if not self.is_running:
             return
-        self.has_begun = False
+        self.is_running = False
         self._watch.close()
-        if self._folder is not None:
+        if self.options.checkpoint is not None:
             try:
                 self.sync.abandon()  # if a pass was interrupted
-                save_local(self.sync, self._folder)
+                save_local(self.sync, Path(self.votes.numbered(self.options.checkpoint)))
             except (ThinwireError, OSError) as error:
                 _say(f"nothing was saved: {error}")
         # Suppress: the device may have failed.
@@ -346,15 +364,11 @@ class _Run:
                     f"{in_bf16:.3g}; waited {now.waiting_seconds:.1f} s for messages"
                 )
 
-    def _numbered(self, path: str) -> str:
-        """Return this model's own path: a job may train several models, such as a GAN."""
-        return path if self.votes.number == 1 else f"{path}.{self.votes.number}"
-
 
 def _tell_runs_to_end(*_: object) -> None:
     for run in list(_runs):
         run.is_told_to_end = True
-    if not any(run.has_begun for run in _runs):  # no step follows
+    if not any(run.is_running for run in _runs):  # no step follows
         _end_by_sigterm()
 
 

@@ -215,7 +215,7 @@ class Prober:
             if self.transport.rank in pair:
                 pings = [self.transport.ping_seconds(*pair, message) for _ in range(PAIR_REPETITIONS + 1)]
                 # The minimum: other work on the machines only adds time, and would hide which are close.
-                seconds = min(ping or 0.0 for ping in pings[1:])
+                seconds = min(pings[1:])
             # All use the time of the pair's first rank: they must have the same.
             everyone = gather_numbers([seconds], self.transport, PURPOSE)
             pair_timings.append(PairTiming(pair, message_bytes, everyone[pair[0]][0]))

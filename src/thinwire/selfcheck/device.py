@@ -6,6 +6,7 @@ import timeit
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from unittest.mock import patch
 
 import torch
 
@@ -64,14 +65,12 @@ def _instead(context: CheckContext, part: Callable[[], Row]) -> str:
     """Return the kernels that could replace the failing ones, and their cost."""
     package = "Triton" if context.device.type == "cuda" else "Numba"
     cost = COST_WITHOUT_TRITON if package == "Triton" else "about half as fast on one thread"
-    known, dispatch.backends = dispatch.backends, (dispatch.TORCH,)
     try:
-        # With several processes, others may not have failed, and would not take part in a second try.
-        row = part() if context.transport.size == 1 else {}
+        with patch.object(dispatch, "backends", (dispatch.TORCH,)):
+            # With several processes, others may not have failed, and would not take part in a second try.
+            row = part() if context.transport.size == 1 else {}
     except Exception:  # then the kernels are not the cause
         return "PyTorch's kernels fail, too: nothing serves instead"
-    finally:
-        dispatch.backends = known
     if "milliseconds" in row:
         cost = f"{row['milliseconds']:.2f} ms a step"
     return f"a training would end there; without {package} PyTorch's kernels are used, {cost}"

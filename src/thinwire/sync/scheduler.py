@@ -117,7 +117,7 @@ class CollectiveScheduler:
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
-    def start(self, requests: Requests, bucket: str) -> None:
+    def start(self, requests: Requests, bucket: str, *, rounds: int) -> None:
         """Run a bucket to its first message and send it, while the backward pass continues."""
         with profiler_range(f"thinwire: round 1 of {bucket}"):
             task = Task(requests, bucket, in_turn=self._in_turn)
@@ -126,7 +126,7 @@ class CollectiveScheduler:
             self._send([task], f"round 1 of the bucket of {bucket}")
         # Added only after sending: if that fails, nothing of the bucket is in flight.
         self.tasks.append(task)
-        if self._is_pipelined:
+        if self._is_pipelined and rounds > 1:
             # Wait for everything up to the first message of the last bucket but one. What was sent after it
             # keeps the link busy meanwhile, for longer than members differ in time. Decide by what was
             # started, not by what has arrived, so that every member sends in the same order.

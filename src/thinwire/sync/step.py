@@ -157,7 +157,8 @@ class Step:
                 self._scales[flat.device] = loss_scale(flat.device).reshape(())
             scale = self._scales[flat.device]
         bucket.part = Bucket(bucket.plan.specs, flat, scale, self._plans.inter_node.rank)
-        self._scheduler.start(bucket.plan.run(bucket.part, self._memory), bucket.specs[0].name)
+        requests = bucket.plan.run(bucket.part, self._memory)
+        self._scheduler.start(requests, bucket.specs[0].name, rounds=bucket.plan.rounds)
 
     # Round by round.
 

@@ -19,8 +19,8 @@ from thinwire import torch_private
 from thinwire.adapters.ddp_model import DIVIDED, plain_name
 from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averaged_twice, refuse_steps_inside
 from thinwire.adapters.sharded.sync import ShardedSync
-from thinwire.adapters.sharded.view import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
-from thinwire.algorithms import Algorithm, Bucket
+from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, sharded_like
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
 from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_bytes
 from thinwire.comm.agreement import alike_on_all_shards
@@ -30,6 +30,7 @@ from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
+from thinwire.tensors.layout import local_tensor, split_as
 
 
 def attach_sharded(
@@ -46,7 +47,7 @@ def attach_sharded(
     trained = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     if not trained:
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
-    device = local_of(next(iter(trained.values())).parameter).device
+    device = local_tensor(next(iter(trained.values())).parameter).device
     transport = ProcessGroupTransport(group, device)
     refuse_averaged_twice((piece.parameter for piece in trained.values()), transport, AttachError)
     if device.type == "cpu" and ProcessGroupTransport(group).control_device.type != "cpu":
@@ -72,7 +73,7 @@ def attach_sharded(
     if sharded.is_averaged_by_torch:
         sharded.stop_averaging()
     # After everything is compared: replicas of different shapes would hang here.
-    copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
+    copy_from(transport.rank == 0, map(local_tensor, tensors.values()), transport)
     adapter = FSDPAdapter(engine, shards, sharded, pieces)
     # Last: hooks of a failed attach would stay on the model.
     adapter.register(model)
@@ -88,7 +89,7 @@ def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list
     # messages. In reverse order, so that the first name of each bucket stays.
     first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
     for name, tensor in tensors.items():
-        local, piece = local_of(tensor), piece_of.get(name)
+        local, piece = local_tensor(tensor), piece_of.get(name)
         shapes = f"of shape {tuple(tensor.shape)} ({tuple(local.shape)} here, "
         described[name] = f"{shapes}cut along {piece and piece.dim}), {local.dtype}"
         if piece is not None:
@@ -134,10 +135,9 @@ class _Bucket:
         """Return a flat copy of the gradients; zeros for those that this replica lacks."""
         specs = self.state.specs
         flat = torch.zeros(sum(spec.numel for spec in specs), dtype=specs[0].dtype, device=self.device)
-        parts = Bucket(specs, flat).gradients
-        for piece, spec, part in zip(self.pieces, specs, parts, strict=True):
+        for piece, part in zip(self.pieces, split_as(flat, [spec.shape for spec in specs]), strict=True):
             if piece.parameter.grad is not None:
-                part.view(spec.shape).copy_(local_of(piece.parameter.grad))
+                part.copy_(local_tensor(piece.parameter.grad))
         return flat
 
 
@@ -405,10 +405,9 @@ class FSDPAdapter:
         for bucket in self._buckets:
             # Free the copies bucket by bucket.
             flat, bucket.flat = cast(torch.Tensor, bucket.flat), None
-            specs = bucket.state.specs
-            means = Bucket(specs, flat).gradients
-            for piece, spec, flat_mean in zip(bucket.pieces, specs, means, strict=True):
-                parameter, mean = piece.parameter, flat_mean.view(spec.shape)
+            means = split_as(flat, [spec.shape for spec in bucket.state.specs])
+            for piece, mean in zip(bucket.pieces, means, strict=True):
+                parameter = piece.parameter
                 if piece.name in unused:
                     continue
                 if parameter.grad is None:
@@ -416,7 +415,7 @@ class FSDPAdapter:
                     parameter.grad = sharded_like(parameter, mean.clone())
                 else:
                     # In place: it may be a view of what FSDP2 has reduced as one.
-                    local_of(parameter.grad).copy_(mean)
+                    local_tensor(parameter.grad).copy_(mean)
 
 
 def _buckets_of(pieces: Iterable[Piece], engine: Engine) -> list[_Bucket]:
@@ -424,7 +423,7 @@ def _buckets_of(pieces: Iterable[Piece], engine: Engine) -> list[_Bucket]:
     grouped: dict[tuple[int, torch.device, torch.dtype], list[Piece]] = {}
     for piece in pieces:
         if piece.parameter.requires_grad:
-            local = local_of(piece.parameter)
+            local = local_tensor(piece.parameter)
             grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
     return [
         _Bucket(group, device, engine.buckets.bucket(tuple(specs_of(group))))

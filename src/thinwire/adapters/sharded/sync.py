@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from thinwire.adapters.sharded.view import Piece, local_of, sharded_like
+from thinwire.adapters.sharded.view import Piece, sharded_like
 from thinwire.comm import Transport
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.algorithm_state import assemble, parts_of_all
 from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, of_shard, pack
+from thinwire.tensors.layout import local_tensor
 
 
 class ShardedSync(GradientSync):
@@ -151,7 +152,7 @@ class _InShards:
         slots = {slot.name: slot for slot in loaded.slots}
         for slot, names in state_dict["kept"]:
             sharded = {name: state_dict["tensors"][f"{slot} of {name}"] for name in names}
-            held = {name: local_of(tensor).cpu().clone() for name, tensor in sharded.items()}
+            held = {name: local_tensor(tensor).cpu().clone() for name, tensor in sharded.items()}
             check_finite(slot, held)
             loaded.slots[slots[slot]].update(held)
         self._engine.load(loaded)

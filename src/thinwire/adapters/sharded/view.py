@@ -18,12 +18,7 @@ from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport
 from thinwire.comm.process_group import checked_group, own_group
 from thinwire.errors import AttachError
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.layout import shard_of
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor, which shares its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+from thinwire.tensors.layout import local_tensor, shard_of
 
 
 def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
@@ -47,7 +42,7 @@ class Piece(NamedTuple):
     @property
     def spec(self) -> ParameterSpec:
         """This process's shard, for an engine."""
-        return ParameterSpec.of(self.name, local_of(self.parameter))
+        return ParameterSpec.of(self.name, local_tensor(self.parameter))
 
     def cut(self, whole: torch.Tensor, shard: int, num_shards: int) -> torch.Tensor:
         """Return a shard of a tensor of the whole shape: a view, perhaps empty."""
@@ -154,7 +149,7 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     buckets = range(len(sharded.groups))
     bucket_of = {id(shard): bucket for bucket in buckets for _, shard in sharded.parameters_of(bucket)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if local_of(tensor).is_meta:
+        if local_tensor(tensor).is_meta:
             words = "is on the meta device and has no values yet; initialise or load the model, then attach"
             raise AttachError(f"{plain_name(name)} {words}")
     return [

@@ -201,7 +201,7 @@ class TorchftGroup(Group):
         # if the connection breaks, and after a while: it does not break if the machine or network is down.
         # But each request restarts the lighthouse's grace period for stragglers, so the time until the next
         # one doubles, until it exceeds any grace period.
-        patience = ASK_AGAIN_AFTER * self._timeout
+        patience, logged = ASK_AGAIN_AFTER * self._timeout, ""
         while True:
             limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
             try:
@@ -223,7 +223,9 @@ class TorchftGroup(Group):
                         "this member has left the group, and its unsent changes are lost: the lighthouse "
                         f"{self._lighthouse} does not answer ({why}), so no member can be found"
                     ) from error
-                logger.warning("the lighthouse %s has not answered: %s; retrying", self._lighthouse, why)
+                if str(why) != logged:  # a lighthouse that is gone gives the same reason every second
+                    logged = str(why)
+                    logger.warning("the lighthouse %s has not answered: %s; retrying", self._lighthouse, why)
                 time.sleep(PAUSE_SECONDS)
                 patience *= 1 if isinstance(error, LighthouseGoneError) else 2
 
