@@ -72,7 +72,7 @@ def timed(
 
     def decode() -> None:
         for flat, message, blocks in zip(flats, sent, cut, strict=True):
-            kernels.decode(message, blocks, codebook, flat)
+            kernels.decode([message], blocks, codebook, flat)
 
     return [milliseconds(run) for run in (encode, average, decode)]
 

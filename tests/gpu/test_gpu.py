@@ -260,7 +260,7 @@ def test_codes_by_triton_are_those_of_pytorch(bits: int, dtype: torch.dtype) -> 
     assert bits < 4 or torch.equal(coded.message.cpu(), expected)
     decoded = [torch.empty_like(flat) for _ in range(2)]
     for codes, target in zip((code_kernels_for(flat), CODES), decoded, strict=True):
-        codes.decode(coded, blocks, codebook, target)
+        codes.decode([coded], blocks, codebook, target)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < 4 * len(flat) / 3
 

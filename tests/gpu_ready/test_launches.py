@@ -34,7 +34,7 @@ RANK_4 = PowerSGD(matrix_rank=4)
     ("algorithm", "has_triton", "host_check", "most_launches"),
     [
         (RANK_4, True, False, 46),
-        (Quantize(bits=4, error_feedback=True), True, True, 80),
+        (Quantize(bits=4, error_feedback=True), True, True, 82),
         (RANK_4, False, True, 210),
     ],
     ids=str,

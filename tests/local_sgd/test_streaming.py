@@ -174,7 +174,7 @@ class WatchedWork:
     [(AllReduce(), [2]), (Quantize(bits=4), [1, 2])],
     ids=str,
 )
-@in_each_member(2)
+@in_each_member(3)
 def test_a_delayed_averaging_is_waited_for_when_it_is_due_and_no_sooner(
     member: Member, algorithm: Algorithm, later: list[int]
 ) -> None:

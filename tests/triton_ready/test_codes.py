@@ -39,11 +39,11 @@ def draws_of(blocks: Blocks) -> RandomBits:
 def as_decoded(
     kernels: CodeKernels, coded: Coded, blocks: Blocks, codebook: Codebook, dtype: torch.dtype
 ) -> torch.Tensor:
-    flat = torch.empty(sum(blocks.numels), dtype=dtype)
-    kernels.decode(coded, blocks, codebook, flat)
-    added = numbers(blocks, 1)
-    kernels.add(coded, blocks, codebook, added)
-    return torch.cat([flat, added])
+    flat = torch.empty(2, sum(blocks.numels), dtype=dtype)
+    other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
+    kernels.decode([coded], blocks, codebook, flat[0])
+    kernels.decode([coded, other], blocks, codebook, flat[1])
+    return flat
 
 
 @every_bits
@@ -76,13 +76,18 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     ]
     assert are_equal(*means)
     assert torch.equal(*lost)
-    for dtype, scale in ((torch.float32, None), (torch.float16, torch.tensor(3.0))):
+    other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
+    of_others, of_two = ([other], lost[0]), ([coded, other], None)
+    for dtype, scale, (messages, remainder) in (
+        (torch.float32, None, of_others),
+        (torch.float16, torch.tensor(3.0), of_others),
+        (torch.float16, torch.tensor(3.0), of_two),
+    ):
         kept = []
         for kernels in (TRITON, PYTORCH):
             values = flat.clone()
             gradients = values.to(dtype)  # in fp32 the same memory
-            other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
-            item = ResidualArgs(other, blocks, codebook, gradients, values, coded, lost[0], own, scale)
+            item = ResidualArgs(messages, blocks, codebook, gradients, values, coded, remainder, own, scale)
             kept.append((kernels.decode_and_keep(item), gradients))
         assert all(map(torch.equal, *kept))
 
@@ -98,7 +103,7 @@ def test_what_is_not_finite_or_too_small_ends_as_with_pytorch(bits: int, value: 
     for kernels in (TRITON, PYTORCH):
         coded = kernels.encoded(flat, blocks, codebook, None)
         found.append(torch.empty_like(flat))
-        kernels.decode(coded, blocks, codebook, found[-1])
+        kernels.decode([coded], blocks, codebook, found[-1])
         assert coded.scales[0].isfinite().tolist() == [math.isfinite(value), True]
     assert found[0][:64].isnan().all() == (not math.isfinite(value))
     assert torch.equal(*[flat.nan_to_num(7.0) for flat in found])

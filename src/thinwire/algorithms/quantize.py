@@ -18,7 +18,6 @@ from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.backend import MeanArgs, ResidualArgs
 from thinwire.kernels.dispatch import all_finite, code_kernels_for, name_of_eigenvectors
-from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -30,6 +29,9 @@ BLOCK_UNIT = 16
 # the last block of a parameter is sent whole.
 MAX_BLOCK = 4096
 OF_THE_MEAN = -1
+# So many members exchange all codes: as many bytes as codes and a coded mean of shares. Among more it would be
+# more bytes.
+PAIR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ class Quantize(Algorithm):
                 count * block_bytes(self.block, self.bits),
                 f"{self.bits} bits in blocks of {self.block}",
                 is_compressed=True,
-                rounds=1 if num_members == 2 else 2,
+                rounds=1 if num_members == PAIR else 2,
             )
             for spec, count in zip(specs, counts, strict=True)
         ]
@@ -185,9 +187,10 @@ class QuantizePlan(BucketPlan):
         """Average in few bits; exactly, in one round, if a residual is left from another algorithm.
 
         1. With error feedback: values ← gradient + residual. With eigenbases: values ← X of each matrix.
-        2. Encode, send and average the values (`_average_shares`, `_average_two`).
-        3. After the commit: gradient ← decoded mean; residual ← what of this member's values is in no mean.
-           With eigenbases: gradient ← the decoded mean, turned back; the bases follow it.
+        2. Encode the values, and send them to be averaged (`_average_shares`; two members: `_exchange`).
+        3. After the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
+           plus what encoding its mean has lost. With eigenbases: gradient ← the decoded mean, turned back;
+           the bases follow it.
         """
         scale, keeps_residual = bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):
@@ -215,20 +218,34 @@ class QuantizePlan(BucketPlan):
         of_mean: RandomBits | None = None
         if self.config.rounding == "stochastic":
             of_values, of_mean = self._rng.draws(memory.step, (bucket.rank, OF_THE_MEAN), values.device)
-        sent = code_kernels_for(values).encoded(values, self.blocks, CODEBOOKS[self.config.bits], of_values)
-        if self.blocks.num_members == 2:
-            residual = yield from self._average_two(bucket, values, sent)
+        kernels, codebook = code_kernels_for(values), CODEBOOKS[self.config.bits]
+        sent, lost = kernels.encoded(values, self.blocks, codebook, of_values), None
+        if self.blocks.num_members == PAIR:
+            messages = yield from self._exchange(sent, bucket.rank)
         else:
-            residual = yield from self._average_shares(bucket, values, sent, of_mean)
+            coded, lost = yield from self._average_shares(sent, values, bucket.rank, of_mean)
+            messages = [coded]
+
+        # All members have these scales: with others, some would commit and some not.
+        scales = tuple(message.scales for message in messages)
+        yield Commit(AllFinite(scales), writes=self.config.remembers)
         if self.eigenbasis is not None:
+            kernels.decode(messages, self.blocks, codebook, values)
             self.eigenbasis.turn_back(values, bucket, memory)
-        elif residual is not None:
+        elif not keeps_residual:
+            kernels.decode(messages, self.blocks, codebook, bucket.flat)
+        else:
+            share = self.blocks.shares[bucket.rank]
+            args = ResidualArgs(
+                messages, self.blocks, codebook, bucket.flat, values, sent, lost, share, scale
+            )
+            residual = kernels.decode_and_keep(args)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
     def _average_shares(
-        self, bucket: Bucket, values: torch.Tensor, sent: Coded, of_mean: RandomBits | None
-    ) -> Round[torch.Tensor | None]:
-        """Write the mean to the gradients (with eigenbases, to the values), and return the residual.
+        self, sent: Coded, values: torch.Tensor, rank: int, of_mean: RandomBits | None
+    ) -> Round[tuple[Coded, torch.Tensor | None]]:
+        """Return the coded mean, and what encoding this member's share of it has lost, to keep a residual.
 
         1. Send to each member the blocks that it averages (first round).
         2. Decode this member's blocks from all members, average them in full precision, encode the mean.
@@ -236,64 +253,40 @@ class QuantizePlan(BucketPlan):
         """
         # A ring all-reduce of codes would round every partial sum again. This way each number is rounded only
         # twice (by its member, and as a mean), and the sum has full precision.
-        blocks, kernels, keeps_residual = self.blocks, code_kernels_for(values), self.config.error_feedback
-        codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
+        blocks, share, codebook = self.blocks, self.blocks.shares[rank], CODEBOOKS[self.config.bits]
         received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
-        lost = values.new_empty(share.stop - share.start, blocks.block) if keeps_residual else None
+        lost = None
+        if self.config.error_feedback:
+            lost = values.new_empty(share.stop - share.start, blocks.block)
         of_share = None if of_mean is None else of_mean.of(share)
-        mean = kernels.averaged(MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype))
-        coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
+        args = MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype)
+        mean = code_kernels_for(values).averaged(args)
+        return Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share), lost
 
-        # Only the gathered scales are the same on all members: with others, some would commit and some not.
-        yield Commit(AllFinite((coded.scales,)), writes=self.config.remembers)
-        if lost is None:
-            kernels.decode(coded, blocks, codebook, bucket.flat if self.eigenbasis is None else values)
-            return None
-        return kernels.decode_and_keep(
-            ResidualArgs(coded, blocks, codebook, bucket.flat, values, sent, lost, share, bucket.loss_scale)
-        )
+    def _exchange(self, sent: Coded, rank: int) -> Round[list[Coded]]:
+        """Return the codes of both of two members, whose mean is then not rounded.
 
-    def _average_two(self, bucket: Bucket, values: torch.Tensor, sent: Coded) -> Round[torch.Tensor | None]:
-        """Do what `_average_shares` does, for two members: each gets all codes, and averages all blocks.
-
-        Instead of its coded mean (3) a member sends its codes of these blocks: as many bytes. So the mean is
-        not rounded, and neither message waits for the other.
+        Instead of the coded mean of its share (3) a member sends its codes of it: as many bytes, and neither
+        message waits for the other.
         """
-        theirs, kernels, codebook = 1 - bucket.rank, code_kernels_for(values), CODEBOOKS[self.config.bits]
-        shares = yield AllToAll(sent.message), AllGather(sent.message[bucket.rank])
-        rows = [rows_of_share[theirs] for rows_of_share in shares]  # of this member's share first
-        received = Coded(torch.stack(rows if theirs else rows[::-1]), self.blocks.share)
-
-        yield Commit(AllFinite((sent.scales, received.scales)), writes=self.config.remembers)
-        for codes in (sent, received):
-            codes.scales.mul_(0.5)  # before the sum, which might overflow
-        keeps_residual = self.config.error_feedback
-        is_free = values.dtype == self.dtype and not keeps_residual  # the values are not read any more
-        mean = values if is_free else torch.empty_like(values, dtype=self.dtype)
-        kernels.decode(sent, self.blocks, codebook, mean)
-        residual = torch.sub(values, mean, alpha=2) if keeps_residual else None
-        kernels.add(received, self.blocks, codebook, mean)
-        if mean is not values:
-            round_into(bucket.flat, mean, residual, None)
-        if residual is not None and bucket.loss_scale is not None:
-            residual.div_(bucket.loss_scale)
-        return residual
+        mine, theirs = yield AllToAll(sent.message), AllGather(sent.message[rank])  # by shares
+        rows = [mine[1 - rank], theirs[1 - rank]]
+        return [sent, Coded(torch.stack(rows if rank == 0 else rows[::-1]), self.blocks.share)]
 
     def squared_norm(self, sent: torch.Tensor, rank: int, answers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of squares of a member's share of the means, before the second round.
 
         Of two members, `sent` has this one's codes, and `answers` those that it received in the first round.
         """
-        rows = [sent] if self.blocks.num_members != 2 else [sent, answers[0][1 - rank]]
-        means = sent.new_zeros(sum(self.blocks.numels), dtype=self.dtype)
+        rows = [sent] if self.blocks.num_members != PAIR else [sent, answers[0][1 - rank]]
+        messages = []
         for row in rows:
             # The other members' blocks get scale 0, which decodes any code to zero.
             alone = row.new_zeros(self.blocks.num_members, len(row))
             alone[rank] = row
-            decoded = torch.empty_like(means)
-            coded = Coded.arrived(alone, self.blocks.share)
-            code_kernels_for(decoded).decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
-            means += decoded / len(rows)
+            messages.append(Coded.arrived(alone, self.blocks.share))
+        means = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)
+        code_kernels_for(means).decode(messages, self.blocks, CODEBOOKS[self.config.bits], means)
         norm: torch.Tensor = torch.linalg.vector_norm(means, dtype=torch.float64)
         return norm.square()
 

@@ -79,15 +79,15 @@ class MeanArgs(NamedTuple):
 
 
 class ResidualArgs(NamedTuple):
-    """The coded mean of a bucket, and the inputs of its residual."""
+    """The mean of a bucket, and the inputs of its residual."""
 
-    coded: Coded
+    messages: Sequence[Coded]  # the coded mean; or what each of two members has sent
     blocks: Blocks
     codebook: Codebook
     flat: torch.Tensor  # the gradients, which become the mean
     values: torch.Tensor  # the values that this member has encoded, fp32 or fp64; may be the gradients
     sent: Coded  # their codes
-    lost: torch.Tensor  # as in `MeanArgs`
+    lost: torch.Tensor | None  # as in `MeanArgs`; None if there are two members
     own: slice  # the blocks of `lost`
     loss_scale: torch.Tensor | None
 
@@ -109,14 +109,11 @@ class CodeKernels:
     averaged: Callable[[MeanArgs], Coded]
     """Averages what members have sent of some blocks, and encodes the mean: one row."""
 
-    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-    """Decodes all blocks into gradients; NaN if a scale is not finite."""
-
-    add: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-    """Adds all decoded blocks to numbers in fp32 or fp64; each sum is rounded once, with every backend."""
+    decode: Callable[[Sequence[Coded], Blocks, Codebook, torch.Tensor], None]
+    """Decodes all blocks into gradients; of two messages, their mean. NaN if a scale is not finite."""
 
     decode_and_keep: Callable[[ResidualArgs], torch.Tensor]
-    """Decodes, and returns the residual: what this member has not sent, what encoding its mean has lost,
+    """The same, and returns the residual: what this member has not sent, what encoding its mean has lost,
     and what the gradients' dtype can't hold.
 
     So the mean residual and the mean in few bits add up to the true mean.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -49,34 +49,32 @@ def averaged(item: MeanArgs) -> Coded:
     return Coded.of(codes, scales, 1, blocks.share)
 
 
-def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+def decode(messages: Sequence[Coded], blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
     """Decode a row for each block; through a copy if some are short, or the gradients have 16 bits."""
     block, wide = blocks.block, torch.promote_types(flat.dtype, torch.float32)
     if flat.dtype != wide:
         values = torch.empty_like(flat, dtype=wide)
-        decode(coded, blocks, codebook, values)
+        decode(messages, blocks, codebook, values)
         round_into(flat, values, None, None)
         return
     levels = levels_of(codebook, flat.dtype, flat.device)
     rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
-    codes, scales = coded.codes.flatten(0, 1), coded.scales.flatten()
-    for some in _cached(rows):
-        rows[some] = _decoded(codes[some], scales[some], levels, block, codebook)
+    parts = [(coded.codes.flatten(0, 1), coded.scales.flatten()) for coded in messages]
+    for some in _cached(rows, copies=len(parts)):
+        # Scales are divided by the number of messages: the sum is the mean, and does not overflow.
+        first, *others = (
+            _decoded(codes[some], scales[some], levels, block, codebook, len(parts))
+            for codes, scales in parts
+        )
+        rows[some] = sum(others, first)
     if not blocks.are_whole:
         torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
-
-
-def add(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Decode to a copy, and add it."""
-    values = torch.empty_like(flat)
-    decode(coded, blocks, codebook, values)
-    flat += values
 
 
 def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
     """Return the part of the numbers of all blocks that was not sent."""
     rest = torch.empty_like(values)
-    decode(sent, blocks, codebook, rest)
+    decode([sent], blocks, codebook, rest)
     return torch.sub(values, rest, out=rest)
 
 
@@ -84,26 +82,25 @@ def decode_and_keep(
     item: ResidualArgs,
     *,
     remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor],
-    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None],
+    decode: Callable[[Sequence[Coded], Blocks, Codebook, torch.Tensor], None],
 ) -> torch.Tensor:
     """Decode and return the residual, by a backend's own functions in fp32 and fp64."""
-    coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+    messages, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
     rest = remainder(values, sent, blocks, codebook)
-    # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
-    # All parameters together: on an accelerator each one would be a launch.
-    flat_lost, pieces = (blocks.num_members * lost).view(-1), list(blocks.pieces(own))
-    if pieces:
-        torch._foreach_add_([rest[here] for here, _ in pieces], [flat_lost[there] for _, there in pieces])
+    if lost is not None:
+        # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
+        # All parameters together: on an accelerator each one would be a launch.
+        flat_lost, pieces = (blocks.num_members * lost).view(-1), list(blocks.pieces(own))
+        if pieces:
+            torch._foreach_add_([rest[here] for here, _ in pieces], [flat_lost[there] for _, there in pieces])
     # The mean may overwrite the values: they are not read any more.
-    decode(coded, blocks, codebook, values)
+    decode(messages, blocks, codebook, values)
     if values is not flat:
         round_into(flat, values, rest, None)
     return rest if loss_scale is None else rest.div_(loss_scale)
 
 
-CODES = CodeKernels(
-    encoded, averaged, decode, add, partial(decode_and_keep, remainder=remainder, decode=decode)
-)
+CODES = CodeKernels(encoded, averaged, decode, partial(decode_and_keep, remainder=remainder, decode=decode))
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

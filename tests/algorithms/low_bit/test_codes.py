@@ -103,7 +103,7 @@ def test_each_number_becomes_the_nearest_level_or_each_block_what_is_near_it(
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
     assert coded.codes.shape == (BLOCKS.num_members, BLOCKS.share, 64 * bits // 8)
     found = torch.empty_like(flat)
-    kernels.decode(coded, BLOCKS, codebook, found)
+    kernels.decode([coded], BLOCKS, codebook, found)
     blocks = reference_blocks(BLOCKS, flat.double().numpy())
     results = reference_blocks(BLOCKS, found.double().numpy())
     scales = coded.scales.flatten()[: BLOCKS.total].double().tolist()
@@ -122,7 +122,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook, None) for seed in range(3)]
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
     for coded, flat in zip(sent, values, strict=True):
-        kernels.decode(coded, BLOCKS, codebook, flat)
+        kernels.decode([coded], BLOCKS, codebook, flat)
     # Between those of other buckets, as several buckets' messages travel.
     rows = torch.stack([coded.message[0] for coded in sent])
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
@@ -134,7 +134,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     decoded = torch.empty(sum(BLOCKS.numels))
     whole = kernels.encoded(decoded.zero_(), BLOCKS, codebook, None)
     whole.message[0] = mean.message[0]
-    kernels.decode(whole, BLOCKS, codebook, decoded)
+    kernels.decode([whole], BLOCKS, codebook, decoded)
     results = list(reference_blocks(BLOCKS, decoded.double().numpy()))[own]
     scales = mean.scales[0, : own.stop].double().tolist()
     for block, result, left, scale in zip(blocks, results, lost, scales, strict=True):
@@ -154,17 +154,19 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     torch.testing.assert_close(mine.scales.float(), theirs.scales.float(), rtol=2**-7, atol=0)
     assert (mine.codes != theirs.codes).float().mean() < 0.1
     theirs = mine
-    decoded, added = ([flat.roll(1), flat.roll(1)] for _ in range(2))
-    for kernels, target, total in zip((compiled, plain), decoded, added, strict=True):
-        kernels.decode(theirs, blocks, codebook, target)
-        kernels.add(theirs, blocks, codebook, total)
+    other = plain.encoded(flat.roll(1), blocks, codebook, None)
+    decoded = [flat.new_empty(2, len(flat)) for _ in range(2)]
+    for kernels, (target, mean) in zip((compiled, plain), decoded, strict=True):
+        kernels.decode([theirs], blocks, codebook, target)
+        kernels.decode([theirs, other], blocks, codebook, mean)
     assert torch.equal(*decoded)
-    assert torch.equal(*added)
     own = blocks.shares[1]
     lost = torch.zeros(own.stop - own.start, block)
     lost[0] = 1
     # Two members: of what one alone keeps, the mean has half.
-    item = ResidualArgs(mine, blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0))
+    item = ResidualArgs(
+        [mine], blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0)
+    )
     kept = [kernels.decode_and_keep(item._replace(values=flat.clone())) for kernels in (compiled, plain)]
     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
     expected = flat - item.flat.double()
@@ -182,7 +184,7 @@ def test_what_is_not_finite_has_such_a_scale_and_comes_out_as_nan(
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
     assert coded.scales.flatten()[: BLOCKS.total].isfinite().tolist() == [False] + [True] * (BLOCKS.total - 1)
     found = torch.empty_like(flat)
-    kernels.decode(coded, BLOCKS, codebook, found)
+    kernels.decode([coded], BLOCKS, codebook, found)
     assert found[:64].isnan().all()
     assert found[64:].isfinite().all()
 
@@ -195,7 +197,7 @@ def coded_twice(
     message = kernels.encoded(flat, blocks, codebook, None).message.repeat(members, 1)
     received = Coded.arrived(message, blocks.share)
     item = MeanArgs(received, blocks, blocks.shares[0], codebook, None, None, torch.float32)
-    kernels.decode(kernels.averaged(item), blocks, codebook, found)
+    kernels.decode([kernels.averaged(item)], blocks, codebook, found)
     return found
 
 
@@ -245,7 +247,7 @@ def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels
     draws = CounterRNG(blocks, [spec(name, 64) for name in names], 0).draws(0, [0], one.device)[0]
     coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
     found = torch.empty(64 * 400)
-    kernels.decode(coded, blocks, codebook, found)
+    kernels.decode([coded], blocks, codebook, found)
     step = (torch.tensor(codebook.levels).diff().max() * coded.scales[0, 0]).item()
     assert (found.view(400, 64) - one).abs().max() <= 1.01 * step
     assert found.view(400, 64).std(0).max() > 0.2 * step / 8

@@ -126,7 +126,7 @@ def average(
                 _encode(room, some, message + codes, message + scales, layout)
                 # Unless losses are kept, the buffer is reused, and stays in the L1 cache.
                 if keeps_lost:
-                    _restore(room, message + codes, message + scales, whole, room, layout, -1)
+                    _restore(room, message + codes, message + scales, whole, room, layout, True)
                     room += FLOAT_BYTES * whole
 
 
@@ -168,15 +168,24 @@ def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layo
     """Decode all blocks."""
     for first, length, row, place in _runs(numels, layout):
         scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
-        _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, 0)
+        _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, False)
 
 
 @compiled
-def add(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
-    """Add all decoded blocks to numbers."""
+def decode_two(
+    flat: int, one: int, one_bytes: int, other: int, other_bytes: int, numels: Counts, layout: Layout
+) -> None:
+    """Decode the mean of all blocks of two messages; `one_bytes` and `other_bytes` are those of a row."""
     for first, length, row, place in _runs(numels, layout):
-        scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
-        _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, 1)
+        at = SCALE_BYTES * place
+        _restore_mean(
+            one + row * one_bytes + at,
+            other + row * other_bytes + at,
+            _codes_at(0, place, layout),
+            length,
+            flat + FLOAT_BYTES * first,
+            layout,
+        )
 
 
 @compiled
@@ -184,7 +193,7 @@ def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts,
     """Write numbers minus what all blocks have sent of them."""
     for first, length, row, place in _runs(numels, layout):
         scales, at = message + row * row_bytes + SCALE_BYTES * place, FLOAT_BYTES * first
-        _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, -1)
+        _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, True)
 
 
 @inlined
@@ -231,29 +240,49 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
 
 
 @inlined
-def _restore(numbers: int, codes: int, scales: int, length: int, out: int, layout: Layout, sign: int) -> None:
-    """Decode blocks, times a sign, and add the numbers; if the sign is 0, only decode."""
+def _restore(
+    numbers: int, codes: int, scales: int, length: int, out: int, layout: Layout, subtracts: bool
+) -> None:
+    """Decode blocks or, if `subtracts`, write numbers minus the decoded blocks."""
     block, bits = layout.block, layout.bits
     for start in range(0, length, block):
         factor, filled = _number(load_half(scales)), min(block, length - start)
         wide = filled - filled % WIDE
         for first in range(0, wide, WIDE):
             at, here = FLOAT_BYTES * (start + first), codes + first * bits // 8
-            if sign < 0:
+            if subtracts:
                 store_tile(out + at, subtract_levels(bits, here, factor, load_tile(numbers + at)))
             else:
-                # Each rounded once: decoding must give the same bits with every backend.
-                some = spread(splat(factor)) * read_tile(bits, here)
-                store_tile(out + at, add_rounded(load_tile(numbers + at), some) if sign > 0 else some)
+                # One product, rounded once: decoding must give the same bits with every backend.
+                store_tile(out + at, spread(splat(factor)) * read_tile(bits, here))
         for first in range(wide, filled, WIDTH):
             at, mask = FLOAT_BYTES * (start + first), first_lanes(min(WIDTH, filled - first))
-            part = splat(factor) * read(bits, codes + first * bits // 8)
-            if sign < 0:
-                part = load(numbers + at, mask) - part
-            elif sign > 0:
-                part = add_rounded(load(numbers + at, mask), part)
-            store(out + at, part, mask)
+            some = splat(factor) * read(bits, codes + first * bits // 8)
+            store(out + at, load(numbers + at, mask) - some if subtracts else some, mask)
         codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
+
+
+@inlined
+def _restore_mean(one: int, other: int, codes: int, length: int, out: int, layout: Layout) -> None:
+    """Decode the mean of blocks whose scales are at `one` and `other`, and codes `codes` bytes further."""
+    bits, half = layout.bits, np.float32(0.5)
+    for start in range(0, length, layout.block):
+        factor, second = _number(load_half(one)) * half, _number(load_half(other)) * half
+        filled = min(layout.block, length - start)
+        wide = filled - filled % WIDE
+        for begin in range(0, wide, WIDE):
+            at = codes + begin * bits // 8
+            # Each is rounded once: decoding must give the same bits with every backend.
+            mean = spread(splat(factor)) * read_tile(bits, one + at)
+            mean = add_rounded(mean, spread(splat(second)) * read_tile(bits, other + at))
+            store_tile(out + FLOAT_BYTES * (start + begin), mean)
+        for begin in range(wide, filled, WIDTH):
+            at = codes + begin * bits // 8
+            part = splat(factor) * read(bits, one + at)
+            part = add_rounded(part, splat(second) * read(bits, other + at))
+            store(out + FLOAT_BYTES * (start + begin), part, first_lanes(min(WIDTH, filled - begin)))
+        one, other = one + SCALE_BYTES, other + SCALE_BYTES
+        codes += layout.block * bits // 8 - SCALE_BYTES
 
 
 @inlined

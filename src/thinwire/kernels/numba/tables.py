@@ -142,17 +142,16 @@ def averaged(item: MeanArgs) -> Coded:
     return coded
 
 
-def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+def decode(messages: Sequence[Coded], blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
     """Write all numbers once; round those of 16 bits."""
     values = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
-    code_passes.decode(values.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
+    to, layout = values.data_ptr(), _blocks(blocks, codebook)
+    if len(messages) == 1:
+        code_passes.decode(to, *_rows(messages[0]), *layout)
+    else:
+        code_passes.decode_two(to, *_rows(messages[0]), *_rows(messages[1]), *layout)
     if values is not flat:
         round_into(flat, values, None, None)
-
-
-def add(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Read and write all numbers once."""
-    code_passes.add(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
 
 
 def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
@@ -185,11 +184,7 @@ TABLES = Tables(
         orthonormal_rows=orthonormal_rows,
     ),
     CodeKernels(
-        encoded,
-        averaged,
-        decode,
-        add,
-        partial(torch_codes.decode_and_keep, remainder=remainder, decode=decode),
+        encoded, averaged, decode, partial(torch_codes.decode_and_keep, remainder=remainder, decode=decode)
     ),
     ENTRIES,
 )

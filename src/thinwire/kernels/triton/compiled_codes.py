@@ -368,23 +368,25 @@ def _rounded(values, out, LIMIT: tl.constexpr):
 
 @triton.jit(**ONE_KERNEL)
 def decode(
-    message, stride, starts, lengths, levels, out, share, tiles, count,
+    message, stride, other, other_stride, starts, lengths, levels, out, share, tiles, count,
     LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, ADDS: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write decoded blocks, or add them."""
+    """Write decoded blocks; if there is another message, the mean of both."""
     r, column = _columns(OUTER, ROWS, INNER)
     inside = _inside(column)
     member, start = _member_and_start(tiles, ROWS)
     first = member * share + start
     rows = (start + r < share) & (first + r < count)
     row = message + member.to(tl.int64) * stride
-    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    if other is None:
+        values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    else:
+        values = _decoded(row, levels, share, start, r, column, rows, 2, CUBIC, LEVELS, BITS, BLOCK)
+        row = other + member.to(tl.int64) * other_stride
+        values += _decoded(row, levels, share, start, r, column, rows, 2, CUBIC, LEVELS, BITS, BLOCK)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
-    at = _at(out, starts, first, r, rows, inside, BLOCK, ALIGNED)
-    if ADDS:
-        values += tl.load(at, real, other=0.0)
-    tl.store(at, _rounded(values, out, LIMIT), real)
+    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), _rounded(values, out, LIMIT), real)
 
 
 @triton.jit(**ONE_KERNEL)
@@ -394,7 +396,10 @@ def decode_and_keep(
     LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write decoded blocks, and the residual: what was not sent, was lost, or does not fit."""
+    """Write decoded blocks, and the residual: what was not sent, was lost, or does not fit.
+
+    If nothing was lost, `message` is another member's, and the mean of both is written.
+    """
     r, column = _columns(OUTER, ROWS, INNER)
     inside = _inside(column)
     member, start = _member_and_start(tiles, ROWS)
@@ -405,12 +410,17 @@ def decode_and_keep(
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
     at = _at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED)
     left = tl.load(at, real, other=0.0) - values
-    mine = (first + r >= own) & (first + r < until)
-    at = _at(lost, None, first - own, r, rows, inside, BLOCK, ALIGNED)
-    # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
-    left += tl.load(at, real & mine[None, :], other=0.0) * members
-    row = message + member.to(tl.int64) * stride
-    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    if lost is None:
+        values = _decoded(row, levels, share, start, r, column, rows, 2, CUBIC, LEVELS, BITS, BLOCK)
+        row = message + member.to(tl.int64) * stride
+        values += _decoded(row, levels, share, start, r, column, rows, 2, CUBIC, LEVELS, BITS, BLOCK)
+    else:
+        mine = (first + r >= own) & (first + r < until)
+        at = _at(lost, None, first - own, r, rows, inside, BLOCK, ALIGNED)
+        # Times the number of members: only this member keeps it, so it counts by that much less in the mean.
+        left += tl.load(at, real & mine[None, :], other=0.0) * members
+        row = message + member.to(tl.int64) * stride
+        values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
     rounded = _rounded(values, out, LIMIT)
     # `out` may be the numbers' own memory: each was read before, and only by this program.
     tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), rounded, real)

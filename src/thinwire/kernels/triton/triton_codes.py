@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
@@ -78,15 +78,15 @@ def averaged(item: MeanArgs) -> Coded:
     return coded
 
 
-def decode(
-    coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor, *, adds: bool = False
-) -> None:
+def decode(messages: Sequence[Coded], blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
     """Take one launch."""
+    coded, other = messages[0], messages[1] if len(messages) == 2 else None
     launcher.launch(
         "compiled_codes.decode",
         _tiles(blocks) * len(coded.message),
         [
             *_rows(coded),
+            *((None, 0) if other is None else _rows(other)),
             *_places(blocks, flat.device),
             _levels(codebook, flat.device),
             flat,
@@ -94,13 +94,14 @@ def decode(
             _tiles(blocks),
             blocks.total,
         ],
-        constants(codebook, blocks, LIMIT=_limit(flat), ADDS=adds),
+        constants(codebook, blocks, LIMIT=_limit(flat)),
     )
 
 
 def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
     """Take one launch."""
-    coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+    messages, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+    coded = messages[-1]  # of two, the first is `sent`
     rest = torch.empty_like(values)
     launcher.launch(
         "compiled_codes.decode_and_keep",
@@ -127,7 +128,7 @@ def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
     return rest
 
 
-CODES = CodeKernels(encoded, averaged, decode, partial(decode, adds=True), decode_and_keep)
+CODES = CodeKernels(encoded, averaged, decode, decode_and_keep)
 
 
 def _empty(blocks: Blocks, codebook: Codebook, rows: int, device: torch.device) -> Coded:
