@@ -300,6 +300,7 @@ class LocalSGD(ModelAverager, Member):
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
+        self._check_inside("state_dict()")
         self.average()
         return super().state_dict()
 
