@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from thinwire.comm.collectives import gather_bytes
+from thinwire.comm.collectives import gather_values
 from thinwire.comm.transport import Transport
 from thinwire.errors import AgreementError
 
@@ -41,8 +41,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
         return
     where = f"{purpose}: the comparison of what the processes are about to do"
     # Compare a digest, since there may be thousands of parameters; send names only to report a difference.
-    # `data` keeps the given order, which `check_same` uses; the digest does not depend on it.
-    data = json.dumps(description).encode()
+    # The digest does not depend on the order of subjects, which `check_same` uses.
     fingerprint = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     warning = (
         f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
@@ -64,8 +63,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     if len(digests) == 1:
         return
     # All members see the same digests, so all get here or none does.
-    everyone = [json.loads(encoded) for encoded in gather_bytes(data, transport, where)]
-    check_same(everyone, purpose)
+    check_same(gather_values(description, transport, where), purpose)
 
 
 def alike_on_all_shards(

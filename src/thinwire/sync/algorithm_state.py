@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import Transport, gather_bytes
+from thinwire.comm import Transport, gather_values
 from thinwire.comm.collectives import in_messages
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync.partition import IntraNodePartition
@@ -343,11 +342,10 @@ def parts_of_all(own: Tensors, transport: Transport) -> Iterator[StatePart]:
         (slot.name, slot.is_local, slot.is_elementwise, label, str(tensor.dtype)[6:], *tensor.shape)
         for _, slot, label, tensor in mine
     ]
-    data, slots = json.dumps(described).encode(), {slot.name: slot for slot in own}
-    for rank, listed in enumerate(gather_bytes(data, transport, "state_dict(), who has what")):
+    for rank, listed in enumerate(gather_values(described, transport, "state_dict(), who has what")):
         theirs = list[tuple[Slot, str, torch.dtype, list[int]]]()
-        for name, is_local, is_elementwise, label, dtype, *shape in json.loads(listed):
-            slot = slots.get(name, Slot(name, is_local=is_local, is_elementwise=is_elementwise))
+        for name, is_local, is_elementwise, label, dtype, *shape in listed:
+            slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
             theirs.append((slot, label, getattr(torch, dtype), shape))
         lengths = [math.prod(shape) * dtype.itemsize for *_, dtype, shape in theirs]
         packed = torch.empty(sum(lengths), dtype=torch.uint8, device=transport.control_device)
