@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from numbers import Integral, Real
 
 from thinwire.errors import ConfigError, ThinwireError
@@ -17,6 +17,12 @@ def shown(value: object) -> str:
     text = repr(value)
     is_short = len(text) <= MAX_SHOWN_LENGTH and "\n" not in text
     return text if is_short else f"an object of type {type(value).__name__}"
+
+
+def listed(values: Sequence[object], most: int = 8) -> str:
+    """Return at most so many values as text, and how many more there are."""
+    text = ", ".join(map(str, values[:most]))
+    return text if len(values) <= most else f"{text} and {len(values) - most} more"
 
 
 def whole_number(name: str, value: object, *, minimum: int, error: type[ThinwireError] = ConfigError) -> int:
