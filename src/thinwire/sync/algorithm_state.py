@@ -29,8 +29,6 @@ from thinwire.sync.state import (
 )
 from thinwire.tensors import accelerators
 
-# How many steps whose health the host does not know are counted in one launch.
-COUNTED_TOGETHER = 256
 # Bytes averaged in one message, unless a single tensor is larger.
 MEAN_BYTES = 64 << 20
 
@@ -58,13 +56,13 @@ class AlgorithmState:
         self.memory, self.pending = Memory(), Pending()
         self.unsynced_names: set[str] = set()  # parameters whose local slots have changed since averaged
         self.nonfinite_steps = 0  # as far as the host knows
+        # The other ones, counted on the device: to read it, the host must wait.
+        self.unseen_nonfinite_steps = torch.tensor(0, device="cpu")
         self.may_remember = False  # whether any process of this machine may have something in memory
         self.torn = ""  # the step that has written memory, but whose means did not arrive
         self.loaded_digest: int | None = None  # the last loaded state's, which processes compare
         self.unchecked: SavedState | None = None  # loaded, but not checked against the model yet
         self.inter_node, self.partition = inter_node, partition
-        self._unseen: list[torch.Tensor] = []  # whether each of the latest steps was healthy
-        self._unseen_nonfinite: torch.Tensor | int = 0  # the count for earlier steps
 
     # Steps.
 
@@ -79,21 +77,8 @@ class AlgorithmState:
 
     def count_unseen(self, is_healthy: torch.Tensor) -> None:
         """Count a step whose health the host does not know."""
-        # Summed on the device, since reading makes the host wait; and rarely, since each sum is a launch.
-        self._unseen.append(is_healthy)
-        if len(self._unseen) == COUNTED_TOGETHER:
-            self._unseen_nonfinite, self._unseen = self._sum_of_unseen(), []
-
-    def unseen_nonfinite_steps(self) -> int:
-        """Return how many of these steps were not finite. Cost: a host synchronisation, if there were any."""
-        return int(self._sum_of_unseen())
-
-    def _sum_of_unseen(self) -> torch.Tensor | int:
-        if not self._unseen:
-            return self._unseen_nonfinite
-        device = self._unseen[-1].device
-        are_healthy = torch.stack([is_healthy.to(device) for is_healthy in self._unseen])
-        return (~are_healthy).sum() + self._unseen_nonfinite
+        counted = self.unseen_nonfinite_steps.to(is_healthy.device)
+        self.unseen_nonfinite_steps = counted + ~is_healthy
 
     def remembered(self) -> Callable[[], None]:
         """Copy all that steps change; return a function that restores it, as if later steps never ran."""
@@ -103,13 +88,13 @@ class AlgorithmState:
             for slot, tensors in self.pending.tensors.items()
         }
         others = Pending(pending, self.pending.owner), set(self.unsynced_names)
-        counts = self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite
+        counts = self.nonfinite_steps, self.unseen_nonfinite_steps
         held_ranges = {} if self.partition is None else dict(self.partition.held_ranges)
 
         def go_back() -> None:
             self.memory.restore(memory)
             self.pending, self.unsynced_names = others
-            self.nonfinite_steps, self._unseen, self._unseen_nonfinite = counts
+            self.nonfinite_steps, self.unseen_nonfinite_steps = counts
             if self.partition is not None:
                 self.partition.held_ranges = held_ranges
 
@@ -254,7 +239,8 @@ class AlgorithmState:
         if self.partition is not None:
             self.partition.forget()
         self.may_remember, self.torn = True, ""
-        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
+        self.nonfinite_steps = loaded.skipped_steps
+        self.unseen_nonfinite_steps = torch.tensor(0, device="cpu")
         self.unsynced_names = set() if is_of_all else set(loaded.shapes)
         self.loaded_digest = loaded.digest
         self.unchecked = None if self.all_known else loaded
