@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -100,6 +100,15 @@ class AlgorithmState:
 
         return go_back
 
+    def forget_routes(self, names: Set[str], labels: Collection[str]) -> None:
+        """Drop the tensors of all routes of some parameters, other than those with these labels."""
+        for slot, tensors in self.memory.slots.items():
+            # Keep elementwise tensors: they belong to a parameter, and any algorithm can send a residual.
+            if not slot.is_elementwise:
+                for label in tensors.keys() - labels:
+                    if names >= names_in(label):
+                        del tensors[label]
+
     # The residual.
 
     def take_error(self, name: str) -> torch.Tensor | None:
@@ -131,8 +140,9 @@ class AlgorithmState:
     def regroup(self, error_scale: float) -> None:
         """Adapt to a group with other members: multiply residuals by `error_scale`."""
         for slot, tensors in self.memory.slots.items():
-            for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
-                tensor.mul_(error_scale)
+            if slot.is_local and slot.is_elementwise:
+                for tensor in tensors.values():
+                    tensor.mul_(error_scale)
         # Perhaps only some members have loaded a state or averaged their residuals. Both facts must be the
         # same on all members, so reset them.
         self.loaded_digest, self.unsynced_names = None, set(self.specs)
@@ -256,8 +266,9 @@ class AlgorithmState:
         """Move loaded tensors of a bucket into memory, if this process holds a part of them."""
         held = frozenset(labels)
         for slot, tensors in self.memory.slots.items():
-            for label in () if slot.is_elementwise else tensors.keys() & held:
-                tensors[label] = tensors[label].to(device)
+            if not slot.is_elementwise:
+                for label in tensors.keys() & held:
+                    tensors[label] = tensors[label].to(device)
         for slot, tensors in self.pending.tensors.items():
             for spec in specs:
                 if spec.name in tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -12,7 +12,6 @@ import torch
 from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, Requests, Slot, all_finite
 from thinwire.comm import Transport, gather_values
 from thinwire.plan import ParameterSpec
-from thinwire.sync.state import names_in
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -203,7 +202,7 @@ class IntraNodePartition:
         ]
         return [part for spec, part in held if part.numel or not spec.numel]
 
-    def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
+    def hold(self, parts: BucketParts, memory: Memory, device: torch.device) -> None:
         """Make memory hold this process's part of a bucket. Collective inside, if it held other parts."""
         ranges = {spec.name: of_spec for spec, of_spec in zip(parts.specs, parts.ranges, strict=True)}
         moved = {
@@ -214,11 +213,6 @@ class IntraNodePartition:
         if moved:
             self._move(moved, ranges, memory, device)
         self.held_ranges |= ranges
-        for slot, tensors in memory.slots.items():
-            # Drop what was loaded for the other processes of the machine.
-            for label in () if slot.is_elementwise else tensors.keys() - labels:
-                if ranges.keys() >= names_in(label):
-                    del tensors[label]
 
     def _move(
         self, moved: dict[str, ParameterSpec], ranges: dict[str, Ranges], memory: Memory, on: torch.device
