@@ -36,7 +36,7 @@ class ShardedSubject:
         if algorithm is None:
             yield None
             return
-        settings = Settings(health_group=self._group if self._group.size > 1 else None)
+        settings = Settings(health_group=self._group)
         engine = Engine(algorithm, self._transport, specs_of(self._pieces), settings)
         adapter = FSDPAdapter(engine, self._group, self._sharded, self._pieces)
         adapter.register(self.model)

@@ -55,7 +55,7 @@ def attach_sharded(
         )
     # A step is committed on all shards or on none, so they must agree.
     shards = sharded.shards()
-    settings = replace(settings, health_group=shards if shards.size > 1 else None)
+    settings = replace(settings, health_group=shards)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas start equal in everything that the model holds.
     named = [*model.named_parameters(), *model.named_buffers()]
