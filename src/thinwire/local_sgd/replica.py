@@ -32,7 +32,7 @@ class Replica:
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
     # Makes the model's parameters this process's shards, as they are between steps.
-    show_shards: Callable[[], object] = bool
+    show_shards: Callable[[], object] = lambda: None
 
     def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a whole parameter or buffer."""
