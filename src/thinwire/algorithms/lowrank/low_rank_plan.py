@@ -16,6 +16,7 @@ from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import resized
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Requests
+from thinwire.checks import listed
 from thinwire.kernels.dispatch import name_of_kernels_for
 from thinwire.tensors import accelerators
 
@@ -81,10 +82,9 @@ class LowRankPlan(BucketPlan):
         if not refitted:
             return ""
         labels = sorted(label for label, _, _ in refitted)
-        more = f" and {len(labels) - MAX_NAMES} more" if len(labels) > MAX_NAMES else ""
         _, there, here = refitted[0]
         return (
-            f"the state's factors of {', '.join(labels[:MAX_NAMES])}{more} have a different matrix rank "
+            f"the state's factors of {listed(labels, MAX_NAMES)} have a different matrix rank "
             f"({there}, here {here}): they are cut or extended with random rows, and recover within a few "
             "steps. No residual is lost"
         )
