@@ -13,10 +13,10 @@ from torch import nn
 from thinwire.errors import StepError
 from thinwire.torch_private import (
     children_and_parameters,
+    closure_not_compiled,
     counted_step,
     has_step_hooks,
     makes_state,
-    not_compiled,
     note_step,
 )
 
@@ -66,7 +66,7 @@ class DeferredOptimizer:
                 self._defer()
 
         # A bound method, as learning-rate schedulers expect.
-        self.optimizer.step = MethodType(counted_step(not_compiled(step)), self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.step = MethodType(counted_step(closure_not_compiled(step)), self.optimizer)  # type: ignore[method-assign]
 
     def check_called(self) -> None:
         """Raise if this optimizer's `step()` was not called yet."""

@@ -417,6 +417,7 @@ class ForwardAdapter:
             handle.remove()
         for deferred in self._optimizers:
             deferred.restore_step()
+        self.engine.settle = lambda: None  # it would keep this adapter until garbage is collected
 
 
 class OverlappedSync(GradientSync):
