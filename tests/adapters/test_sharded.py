@@ -633,6 +633,8 @@ def test_a_model_that_is_finalized_by_hand_is_refused_before_its_pass() -> None:
     assert "set_manual_backward_finalization(False)" in message
     assert sync.stats().compression_ratio > 1.2
     assert agreed(model)
+    with patch("torch._dynamo.compiled_autograd.in_compiled_autograd_region", True):
+        assert "compiled autograd runs the backward" in error_of(lambda: train(model, range(1)))
 
 
 @in_each_process(4)
