@@ -408,8 +408,7 @@ def test_the_steps_of_a_state_are_counted_from_where_the_user_says() -> None:
 
 def test_before_the_first_step_a_state_can_be_saved_loaded_copied_and_sent() -> None:
     state = hooks.PowerSGDState(None)
-    assert state.stats().steps == 0
-    assert state.plan.routes == ()
+    assert (state.stats().steps, state.plan.routes) == (0, ())
     empty = state.state_dict()
     state.load_state_dict(empty)
     assert state.state_dict() == empty

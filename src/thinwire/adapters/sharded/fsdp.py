@@ -253,6 +253,8 @@ class FSDPAdapter:
                 f"{DIVIDED.removeprefix('or ')}"
             )
         if current != self._queued_in:
+            if torch_private.is_pass_compiled():
+                raise StepError(f"{NOT_AVERAGED}: compiled autograd runs the backward pass; switch it off")
             self._queued_in = current
             torch_private.at_end_of_backward(self.average)
         bucket = self._bucket_of[id(parameter)]
