@@ -107,6 +107,5 @@ def assert_went_on(output: str) -> None:
     assert sum(last) < sum(before)
     checksums = {checksum for _, _, checksum in TOLD.findall(output)}
     ratios = [float(ratio) for _, ratio, _ in TOLD.findall(output)]
-    assert len(checksums) == 1
-    assert len(ratios) == 2
+    assert (len(checksums), len(ratios)) == (1, 2)
     assert min(ratios) > 2

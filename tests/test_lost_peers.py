@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from processes import Setting, run_fresh
-from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD
+from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, StepError
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.comm import agreement
@@ -92,6 +92,8 @@ def train_until_lost(setting: Setting, algorithm: Algorithm, fault: Fault) -> No
         before, threads_before, start = remembered(sync), num_threads(), time.monotonic()
         with pytest.raises(kind) as raised:
             step_with(AT)
+    with pytest.raises(StepError, match=f"the last backward pass was ended by a {kind.__name__}"):
+        step_with(AT)
     waited = fault.seconds if is_struck and fault.seconds else 0.0
     assert time.monotonic() - start < waited + TIMEOUT_SECONDS + BUSY_SECONDS
     if kind is CommunicationError:

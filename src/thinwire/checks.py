@@ -19,10 +19,11 @@ def shown(value: object) -> str:
     return text if is_short else f"an object of type {type(value).__name__}"
 
 
-def listed(items: Iterable[object], most: int = 8) -> str:
-    """Return how messages list items: the first ones, and a sign if there are more."""
-    texts = list(map(str, items))
-    return ", ".join(texts[:most]) + (", …" if len(texts) > most else "")
+def listed(values: Iterable[object], most: int = 8) -> str:
+    """Return at most so many values as text, and how many more there are."""
+    texts = list(map(str, values))
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def whole_number(name: str, value: object, *, minimum: int, error: type[ThinwireError] = ConfigError) -> int:

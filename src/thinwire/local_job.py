@@ -22,7 +22,7 @@ def say_once(line: str) -> None:
         return
     from fcntl import LOCK_EX, flock  # noqa: PLC0415 - POSIX only
 
-    with Path(os.environ[STORE_VARIABLE]).with_name("said").open("a+") as said:
+    with Path(os.environ[STORE_VARIABLE]).with_name("said").open("a+", errors="backslashreplace") as said:
         # Locked until it is printed: the first process that ends makes the job end the others.
         flock(said, LOCK_EX)
         said.seek(0)

@@ -7,6 +7,7 @@ public classes that only `torch._C` exports with their types.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,13 @@ running_node: Callable[[], Node | None] = torch._C._current_autograd_node
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Call a function at the end of the current backward pass, after those queued before."""
+
+
+def is_pass_compiled() -> bool:
+    """Return whether compiled autograd runs the backward pass: it loses functions of `at_end_of_backward`."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
 
 not_compiled = _disable_dynamo
 """Decorate a function of a module or class that `torch.compile` must not trace."""

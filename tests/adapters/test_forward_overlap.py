@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -332,6 +333,9 @@ def test_detaching_gives_the_optimizer_back() -> None:
     one_step(model, optimizer, 1)
     assert not torch.equal(flat(model), after)
     assert (are_alike([flat(model)]), sync.steps) == (True, 1)
+    adapter = weakref.ref(sync._adapter)
+    del sync
+    assert adapter() is None  # freed at once, with its copy of the gradients
 
 
 @in_each_process(2)

@@ -441,6 +441,8 @@ def test_modules_that_are_called_now_more_now_less_often() -> None:
     # What comes in parts leaves with its last one, before the pass ends.
     assert _early_messages((1, 3, 1, 2)) == [0, 1, 1, 1]
     assert "call backward() once a step" in error_of(lambda: backward(ours, 0))
+    with patch("torch._dynamo.compiled_autograd.in_compiled_autograd_region", True):
+        assert "compiled autograd runs" in error_of(lambda: backward(attached(AllReduce())[0], 0))
 
 
 def again(parameter: Any) -> None:

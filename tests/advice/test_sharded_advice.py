@@ -53,10 +53,8 @@ def test_the_shards_of_a_replica_share_its_link() -> None:
     sync = thinwire.attach(model, thinwire.AllReduce(), replicas=mesh)
     with pytest.raises(AttachError, match="already attached"):
         advise(network(1e6))
-    assert sync.steps == 0
-    assert told_by_all(first.predictions) == [first.predictions] * 4
-    assert first.shards == 2
-    assert first.baseline.name == "native HSDP in bf16"
+    assert (sync.steps, told_by_all(first.predictions)) == (0, [first.predictions] * 4)
+    assert (first.shards, first.baseline.name) == (2, "native HSDP in bf16")
     by_name = {prediction.name: prediction for prediction in first.predictions}
     exact, few_bits = by_name[FEW[0]], by_name[FEW[2]]
     assert len(by_name) == len(FEW)

@@ -264,8 +264,7 @@ def test_settings_are_frozen_and_stay_equal_as_copies(entry: Entry) -> None:
         entry.algorithm.matrix_rank = 3  # type: ignore[attr-defined]
     algorithm: Any = entry.algorithm
     for same in (copy.deepcopy(algorithm), pickle.loads(pickle.dumps(algorithm)), replace(algorithm)):
-        assert same == algorithm
-        assert hash(same) == hash(algorithm)
+        assert (same, hash(same)) == (algorithm, hash(algorithm))
 
 
 def assert_same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:

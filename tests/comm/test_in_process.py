@@ -52,6 +52,8 @@ def test_the_first_error_is_raised_and_those_who_wait_learn_why(guilty: int) -> 
     with pytest.raises(ValueError, match=f"member {guilty} is out of memory"):
         run_members(3, body)
     assert [f"round 2: members [{guilty}] of 3 have not sent message 2" in it for it in learned] == [True] * 2
+    with pytest.raises(CommunicationError, match="round 1: an error, or Ctrl-C, has ended this group"):
+        run_members(3, body)  # of which the guilty one has sent less
 
 
 @pytest.mark.parametrize(

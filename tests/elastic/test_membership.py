@@ -390,8 +390,7 @@ def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them(
         for place in (1, part)
     ]
     lost = [each.error_norm for each in cut[1].adapters[0]._membership.statuses if each.is_leaving]
-    assert calm.adapters[0].membership().lost_error == 0
-    assert len(lost) == 2
+    assert (calm.adapters[0].membership().lost_error, len(lost)) == (0, 2)
     assert cut[1].adapters[0].membership().lost_error == pytest.approx(sum(lost))
     assert torch.equal(cut[1].owed(0), cut[0].owed(0))
     assert not torch.equal(cut[1].owed(0), calm.owed(0))
@@ -430,8 +429,7 @@ def test_a_member_that_changes_its_model_says_so_at_its_next_averaging_and_the_o
     run = Freezing([0, 0, 0], ends={1: (5, "freeze")})
     assert run.results == ["done", "StepError", "done"]
     assert "since the context was entered: ['bias']; leave it before you freeze" in str(run.errors[1])
-    assert run.adapters[1].steps == 6
-    assert run.adapters[0].membership().members == 2
+    assert (run.adapters[1].steps, run.adapters[0].membership().members) == (6, 2)
     run.check_equal()
 
 

@@ -21,7 +21,7 @@ from thinwire.algorithms import AllReduce, PowerSGD, TopK
 from thinwire.comm import InProcessTransport, run_members
 from thinwire.comm.in_process import wait_for
 from thinwire.elastic import DiLoCo, LocalSGD, Steps
-from thinwire.errors import ConfigError, StateError, StepError
+from thinwire.errors import ConfigError, LeftError, StateError, StepError
 from thinwire.local_sgd import elastic_contributor
 from thinwire.sync.state import digest_of
 from training import flat
@@ -190,16 +190,16 @@ def test_who_does_not_save_takes_part_and_goes_on() -> None:
 
 def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
     state = Run(2, KINDS["local"], saves_at=6).saved[0]
-    model = nn.Linear(32, 16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    adapter = LocalSGD(model, optimizer, every_steps=2, group=alone())
+    optimizer = torch.optim.AdamW((model := nn.Linear(32, 16)).parameters())
+    adapter, entered = (LocalSGD(model, optimizer, every_steps=2, group=alone()) for _ in range(2))
     with pytest.raises(StepError, match="outside the context"):
         adapter.state_dict()
     with pytest.raises(StateError, match=r"differ in \['0.bias'"):
         adapter.load_state_dict(state)
-    entered = LocalSGD(model, optimizer, every_steps=2, group=alone())
     with entered, pytest.raises(StepError, match="before you enter"):
         entered.load_state_dict(state)
+    with pytest.raises(LeftError, match=r"^state_dict\(\)"):
+        entered.state_dict()
     others = Run(3, KINDS["local"], states={0: {**state, "step": -1}}, steps=8)
     assert others.results == ["StateError", "done", "done"]
 

@@ -135,8 +135,7 @@ def test_hooks_with_state(name: str) -> None:
 def test_eight_bits_are_off_by_half_a_step_and_show_what_is_not_finite() -> None:
     """One layer of odd size, whose gradient is known: of 100 elements with a scale, the last ones of 53."""
     own = torch.linspace(-1, 3, 63 * 31) * (dist.get_rank() + 1)
-    types = set()
-    all_gather = ProcessGroupTransport.all_gather
+    types, all_gather = set(), ProcessGroupTransport.all_gather
 
     def looked_at(transport: ProcessGroupTransport, output: Tensor, message: Tensor, purpose: str) -> Any:
         if "gradients" in purpose:
@@ -147,12 +146,13 @@ def test_eight_bits_are_off_by_half_a_step_and_show_what_is_not_finite() -> None
         got = [_gradient_through(hook, own) for hook in (hooks.quantization_pertensor_hook, _per_100)]
         for value in (torch.inf, torch.nan):
             spoiled = _gradient_through(_per_100, own.index_fill(0, torch.tensor([7]), value))
-            assert not spoiled[:100].isfinite().any()
-            assert spoiled[100:].isfinite().all()
-    expected = torch.linspace(-1, 3, 63 * 31) * 1.5
-    off = max((gradient - expected).abs().max().item() for gradient in got)
+            assert [spoiled[:100].isfinite().any(), spoiled[100:].isfinite().all()] == [False, True]
+    off = max((gradient - torch.linspace(-1, 3, 63 * 31) * 1.5).abs().max().item() for gradient in got)
     assert 0 < off <= (4 / 255 / 2 + 8 / 255 / 2) / 2 * 1.0001
     assert types == {torch.uint8}
+    hook = _per_100 if dist.get_rank() else hooks.allreduce_hook  # of which only one gathers
+    with pytest.raises(thinwire.AgreementError, match="process 1 has algorithm 8 bits"):
+        _gradient_through(hook, own)
 
 
 def _per_100(state, bucket):  # type: ignore[no-untyped-def]
@@ -408,8 +408,7 @@ def test_the_steps_of_a_state_are_counted_from_where_the_user_says() -> None:
 
 def test_before_the_first_step_a_state_can_be_saved_loaded_copied_and_sent() -> None:
     state = hooks.PowerSGDState(None)
-    assert state.stats().steps == 0
-    assert state.plan.routes == ()
+    assert (state.stats().steps, state.plan.routes) == (0, ())
     empty = state.state_dict()
     state.load_state_dict(empty)
     assert state.state_dict() == empty

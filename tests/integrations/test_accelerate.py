@@ -256,8 +256,7 @@ def test_prepared_twice_and_prepared_again() -> None:
         if Version(accelerate.__version__) >= Version("1.15"):  # others wrap it twice, as without Thinwire
             assert accelerator.prepare(model) is model
         train(accelerator, model, optimizer, range(2))
-        assert len(handler.syncs) == 1
-        assert handler.sync.stats().steps == 2
+        assert (len(handler.syncs), handler.sync.stats().steps) == (1, 2)
         # As `find_executable_batch_size` has it: free everything, start again with a new model.
         model, optimizer = accelerator.free_memory(model, optimizer)
         model, optimizer = prepared(accelerator)

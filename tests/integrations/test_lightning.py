@@ -239,8 +239,7 @@ def test_register_ddp_comm_hook() -> None:
         with pytest.raises(thinwire.AttachError, match="only one"):
             register_ddp_comm_hook(model, None, hooks.allreduce_hook)
     assert power.stats().compression_ratio > 4
-    assert machines.sync.algorithm == thinwire.Cast("bf16")
-    assert machines.sync.steps == 1
+    assert (machines.sync.algorithm, machines.sync.steps) == (thinwire.Cast("bf16"), 1)
 
 
 @in_each_process(2)

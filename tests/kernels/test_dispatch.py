@@ -46,7 +46,7 @@ def nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dispatch._load_numba,
         dispatch._first_that_serves,
         triton_limits.why_unusable,
-        triton_limits._why_not,
+        triton_limits._why_out_of_reach,
     )
     monkeypatch.setattr(accelerators, "warned", set())
     for found in asked:

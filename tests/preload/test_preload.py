@@ -254,8 +254,7 @@ def test_a_process_that_was_started_otherwise_is_named(spawn: Spawn) -> None:
 def test_algorithms_are_parsed_as_they_are_written() -> None:
     for variant in (variant for entry in REGISTRY for variant in entry.variants):
         assert parsed(variant.code) == variant.algorithm
-    assert parsed("thinwire.Quantize") == Quantize()
-    assert parsed("8 bits") == Quantize(bits=8)
+    assert (parsed("thinwire.Quantize"), parsed("8 bits")) == (Quantize(), Quantize(bits=8))
     assert parsed("auto(budget_loss=0.005)") == {"budget_loss": 0.005}
 
 

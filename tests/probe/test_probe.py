@@ -64,8 +64,7 @@ def test_links_of_a_known_rate(
         lambda: probed(network, tmp_path / "probe.json", budget_seconds),
         lambda measured: measured[0].nodes == nodes and measured[0].bytes_per_second == expected,
     )
-    assert found.world_size == network.processes
-    assert found.nodes == nodes
+    assert (found.world_size, found.nodes) == (network.processes, nodes)
     assert found.bytes_per_second == expected
     assert "bandwidth" in printed
     assert ("structure  {0, 1}, {2, 3}: " in printed) == (len(nodes) > 1)
@@ -114,8 +113,7 @@ def test_a_budget_too_small_to_tell_the_rate_is_told() -> None:
         found = probe(budget_seconds=1e-4)
     assert [timing.message_bytes for timing in found.timings] == [4, 1024]
     assert found.bytes_per_second is None
-    assert found.pairs[0].message_bytes == 1024
-    assert found.average_seconds(1024) == 0.001
+    assert (found.pairs[0].message_bytes, found.average_seconds(1024)) == (1024, 0.001)
     assert Probe.from_json(found.to_json()) == found
     needs_rate: list[Callable[[], object]] = [
         lambda: found.average_seconds(1025),

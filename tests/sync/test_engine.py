@@ -270,4 +270,4 @@ def test_buckets_of_models_that_use_other_parameters_in_each_step_are_closed_aga
     assert not first.is_current
     for name, owed in engine.state.memory[ERROR].items():
         torch.testing.assert_close(owed, missing[name], rtol=1e-4, atol=1e-4)
-    assert engine.plan.compression_ratio > 5
+    assert engine.reporter.plan.compression_ratio > 5

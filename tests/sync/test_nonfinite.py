@@ -65,8 +65,7 @@ def test_zeros_in_place_of_nan_and_else_the_same_run(entry: Entry, host_check: b
             # Draws are of the number of committed steps: "nan" commits what nobody looks at, "zero" does not.
             assert torch.equal(a, b)
     stats = simulation.syncs[0].stats()
-    assert stats.nonfinite_steps == 1
-    assert stats.steps == len(got)
+    assert (stats.nonfinite_steps, stats.steps) == (1, len(got))
     if entry.compresses:
         assert stats.compression_ratio > 1.1  # with a warm-up of three of the five steps
     with_memory = as_nan.engines[0].state.memory

@@ -193,6 +193,7 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
         (r"\Z", '{"kind": "step", "step": 9}\n', 8, "its steps is None"),
         (r"\Z", "[]\n", 8, "expected an object whose kind is one of run, plan, step, norms, log"),
         (r"\Z", '{"kind": "run", "process_rank": 1}\n', 8, "it is of process 1, the first of process 0"),
+        (r'(?s), "nonfinite_steps": 0(?!.*nonfinite)', "", 7, "its nonfinite_steps is None"),
     ],
 )
 def test_a_damaged_file_is_read_up_to_the_damage(

@@ -335,12 +335,12 @@ class Switch:
         return None if adapter is None else adapter.engine
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._transport = _transport_of(model)  # now: `free` may come after `destroy_process_group`
 
     def free(self) -> None:
         """Average as DDP would without a hook, from the next pass on."""
-        if (model := self._model()) is not None:  # otherwise the model is gone
+        if (model := self.model()) is not None:  # otherwise the model is gone
             ddp_model.unguard(model)
             if (adapter := self.adapter_now()) is not None:
                 adapter.remove_hooks()
@@ -386,7 +386,11 @@ def switched(
 def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
     """Run the current adapter on a bucket: the hook that is registered with DDP."""
     adapter = state.adapter_now()  # the same one throughout a pass
-    return completed_future(dense_buffer(bucket)) if adapter is None else adapter.run(bucket)
+    try:
+        return completed_future(dense_buffer(bucket)) if adapter is None else adapter.run(bucket)
+    except BaseException as error:
+        ddp_model.leave_in_the_middle(state.model(), error)
+        raise
 
 
 # A bucket, and the future that DDP waits for.

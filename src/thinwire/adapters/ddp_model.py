@@ -328,12 +328,20 @@ def unguard(model: DistributedDataParallel) -> None:
     torch_private.remove_forward_pre_hooks(model, _Guard)
 
 
+def leave_in_the_middle(model: DistributedDataParallel | None, error: BaseException) -> None:
+    """Make a guarded model refuse its next passes, because `error` has ended one inside DDP."""
+    for hook in [] if model is None else torch_private.forward_pre_hooks(model, _Guard):
+        hook.ended_by = type(error).__name__  # not the error, whose traceback holds the group
+
+
 class _Guard:
     """Detects, before each pass, gradients that would reach no hook: DDP alone would train silently."""
 
     # DDP has hooks on the nodes of its original parameters, not on those that `fully_shard`, a conversion or
     # a new layer makes; and a copy of a model has no communication hook. Copies that are not trained
     # (averaged weights) work.
+
+    ended_by = ""  # the error that has ended the last pass inside DDP, which then can't continue
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = weakref.ref(model)
@@ -379,6 +387,11 @@ class _Guard:
             if hook_of(model) == ("", False):
                 model.register_comm_hook(None, _refuse_to_train_copy)
             return
+        if self.ended_by:  # DDP itself would blame unused parameters
+            raise StepError(
+                f"the last backward pass was ended by a {self.ended_by}, and DDP can't continue after that; "
+                "wrap the module in DDP again, attach it, and load a checkpoint on all processes"
+            )
         if self._now() != self._then:
             self._look_again(model)
         is_converted = list(map(torch.Tensor.stride, self._images)) != self._strides

@@ -15,10 +15,10 @@ from torch import nn
 from thinwire.errors import StepError
 from thinwire.torch_private import (
     children_and_parameters,
+    closure_not_compiled,
     counted_step,
     has_step_hooks,
     makes_state,
-    not_compiled,
     note_step,
     put_parameters,
 )
@@ -69,7 +69,7 @@ class DeferredOptimizer:
                 self._defer()
 
         # A bound method, as learning-rate schedulers expect.
-        replacement = MethodType(counted_step(not_compiled(step)), self.optimizer)
+        replacement = MethodType(counted_step(closure_not_compiled(step)), self.optimizer)
         return patch.object(self.optimizer, "step", replacement)
 
     def check_called(self) -> None:

@@ -422,6 +422,7 @@ class ForwardAdapter:
         """Restore the optimizer and the modules."""
         self.flush()
         self._installed.close()
+        self.engine.settle = lambda: None  # it would keep this adapter until garbage is collected
 
 
 class OverlappedSync(GradientSync):

@@ -208,7 +208,8 @@ def log_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str 
         sender = "machine"
     elif together is not None:
         where = f"{engine.transport.size} replicas of {together.size} processes"
-    sent, in_bf16 = engine.plan.message_bytes / 1e6, 2 * sum(spec.numel for spec in engine.specs) / 1e6
+    sent = engine.reporter.plan.message_bytes / 1e6
+    in_bf16 = 2 * sum(spec.numel for spec in engine.specs) / 1e6
     what, per = f"{engine.algorithm} averages gradients", f"a step, where bf16 sends {in_bf16:.3g}"
     if averages:
         what = f"{averages}, averages models"

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.adapters.sharded.fsdp import FSDPAdapter, refuse_attached, specs_of
 from thinwire.adapters.sharded.view import ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.algorithms import Algorithm
-from thinwire.comm import Transport, gather_bytes
+from thinwire.comm import Transport, gather_values
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe, probe
 from thinwire.sync import Engine, Settings
@@ -38,7 +38,7 @@ class ShardedSubject:
         if algorithm is None:
             yield None
             return
-        settings = Settings(health_group=self._group if self._group.size > 1 else None)
+        settings = Settings(health_group=self._group)
         engine = Engine(algorithm, self._transport, specs_of(self._pieces), settings)
         adapter = FSDPAdapter(engine, self._group, self._sharded, self._pieces)
         adapter.register(self.model)
@@ -68,8 +68,8 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
     shards, group = sharded.shards(), replicas_of(sharded, replicas)
     # Only one shard: several would share the link, at varying times.
     text = probe(group).to_json() if shards.rank == 0 else ""
-    first, *_ = gather_bytes(text.encode(), shards, "advise: the probe")
-    return Probe.from_json(first.decode())
+    first, *_ = gather_values(text, shards, "advise: the probe")
+    return Probe.from_json(first)
 
 
 @contextmanager

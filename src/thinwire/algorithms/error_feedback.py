@@ -6,7 +6,8 @@ Feedback Fixes SignSGD" (arXiv 1901.09847).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,14 +19,12 @@ ERROR = Slot("error", is_local=True, is_elementwise=True)
 unscaled loss."""
 
 
-def residuals_of(memory: Memory, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return copies of the residuals of those of the parameters that have one."""
-    return {name: memory[ERROR][name].clone() for name in names if name in memory[ERROR]}
-
-
-def put_back_residuals(memory: Memory, names: Iterable[str], before: Mapping[str, torch.Tensor]) -> None:
-    """Restore the residuals of some parameters from the result of `residuals_of`."""
+@contextmanager
+def residuals_restored(memory: Memory, names: Collection[str]) -> Iterator[None]:
+    """Restore the residuals of some parameters at the end; not if an exception ends the block."""
     errors = memory[ERROR]
+    before = {name: errors[name].clone() for name in names if name in errors}
+    yield
     for name in names:
         errors.pop(name, None)
     errors.update(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -93,7 +93,6 @@ class Quantize(Algorithm):
     pipelines_buckets = True
 
     bits: int = 4
-    _: KW_ONLY
     block: int = 64
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False

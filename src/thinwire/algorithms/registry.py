@@ -28,9 +28,13 @@ class Variant:
     """An algorithm with settings that `thinwire check` tries."""
 
     code: str  # the text that stands in code after `thinwire.`
-    algorithm: Algorithm
     # Largest relative error of its means. If it keeps a residual: of the sum of all means and the residual.
     tolerance: float = 1e-5
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm that the code makes."""
+        return cast("Algorithm", parsed(self.code))
 
 
 @dataclass(frozen=True)
@@ -94,36 +98,32 @@ def parsed(text: str) -> Algorithm | dict[str, Any]:
         raise ConfigError(f"{text!r} does not fit {name}, which has the settings {fields}") from error
 
 
-def _tried(code: str, tolerance: float = 1e-5) -> Variant:
-    return Variant(code, cast("Algorithm", parsed(code)), tolerance)
-
-
 REGISTRY: tuple[Registered, ...] = (
-    Registered("exact", AllReduce, (_tried("AllReduce()"),)),
-    Registered("fp16", lambda: Cast("fp16"), (_tried('Cast("fp16")', 3e-3),)),
-    Registered("bf16", lambda: Cast("bf16"), (_tried('Cast("bf16")', 2e-2),)),
+    Registered("exact", AllReduce, (Variant("AllReduce()"),)),
+    Registered("fp16", lambda: Cast("fp16"), (Variant('Cast("fp16")', 3e-3),)),
+    Registered("bf16", lambda: Cast("bf16"), (Variant('Cast("bf16")', 2e-2),)),
     Registered(
         "quantize",
         Quantize,
         (
-            _tried("Quantize(bits=8)", 3e-2),
-            _tried("Quantize(bits=6)", 0.1),
-            _tried("Quantize(bits=4)", 0.3),
-            _tried("Quantize(bits=2)", 0.7),
+            Variant("Quantize(bits=8)", 3e-2),
+            Variant("Quantize(bits=6)", 0.1),
+            Variant("Quantize(bits=4)", 0.3),
+            Variant("Quantize(bits=2)", 0.7),
         ),
     ),
     Registered(
         "powersgd",
         PowerSGD,
         (
-            _tried("PowerSGD(matrix_rank=2)"),
-            _tried("PowerSGD(matrix_rank=2, alternating=True)"),
-            _tried('PowerSGD(matrix_rank=2, wire_dtype="bf16")', 2e-2),
+            Variant("PowerSGD(matrix_rank=2)"),
+            Variant("PowerSGD(matrix_rank=2, alternating=True)"),
+            Variant('PowerSGD(matrix_rank=2, wire_dtype="bf16")', 2e-2),
         ),
     ),
-    Registered("batched-powersgd", BatchedPowerSGD, (_tried("BatchedPowerSGD(matrix_rank=1)"),)),
+    Registered("batched-powersgd", BatchedPowerSGD, (Variant("BatchedPowerSGD(matrix_rank=1)"),)),
     # Nothing is forgotten only with these settings.
-    Registered("topk", TopK, (_tried('TopK(error_decay=1, merge="members")'),)),
+    Registered("topk", TopK, (Variant('TopK(error_decay=1, merge="members")'),)),
 )
 
 # A state's slots are found by name, whichever algorithm saved it.

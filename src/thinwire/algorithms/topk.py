@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -83,7 +83,6 @@ class TopK(Algorithm):
     sends_few_entries = True
 
     density: float = 1 / 64
-    _: KW_ONLY
     bits: int = 2
     chunk: int = 4096
     error_decay: float = 0.95

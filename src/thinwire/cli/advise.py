@@ -18,6 +18,7 @@ from thinwire.probe import Probe
 from thinwire.probe.measured_link import MeasuredLink
 
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
+MAX_MACHINES = 10**6
 
 
 def advise(  # noqa: PLR0913 - one for each fact of a run
@@ -28,7 +29,9 @@ def advise(  # noqa: PLR0913 - one for each fact of a run
     latency: str | None = typer.Option(
         None, metavar="TIME", help="A round trip between machines, with --rate.", show_default="0.2ms"
     ),
-    machines: int | None = typer.Option(None, help="Number of machines, with --rate.", show_default="2"),
+    machines: int | None = typer.Option(
+        None, max=MAX_MACHINES, help="Number of machines, with --rate.", show_default="2"
+    ),
     gpus: int | None = typer.Option(None, help="GPUs in each machine, with --rate.", show_default="1"),
     probe: Path | None = typer.Option(
         None, metavar="FILE", help="The link, as `thinwire probe --save` wrote it, instead of --rate."
@@ -37,7 +40,10 @@ def advise(  # noqa: PLR0913 - one for each fact of a run
         None, help="The optimizer, such as AdamW.", show_default="the one that loses most"
     ),
     steps: int | None = typer.Option(
-        None, help="Steps of the run: in short ones few bits lose more.", show_default="the fewest measured"
+        None,
+        max=10**9,
+        help="Steps of the run: in short ones few bits lose more.",
+        show_default="the fewest measured",
     ),
     budget_loss: str = typer.Option(
         "1%", metavar="SHARE", help="The largest loss to accept, such as 0.5%, or any."

@@ -65,6 +65,12 @@ def joined_job(
             f"{command} runs on the processes of a job: start it on all of them, such as {start}; or on this "
             "machine alone, with --processes 2"
         )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    numbers = {name: os.environ.get(name, "0") for name in names}
+    wrong = [name for name, text in numbers.items() if not text.isdecimal()]
+    if wrong or int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):  # for such a rank torch would wait
+        had = ", ".join(f"{name}={numbers[name]!r:.40}" for name in wrong or ("RANK", "WORLD_SIZE"))
+        raise ConfigError(f"the environment has {had}, which is no place in a job; start it with torchrun")
     device = torch.device("cpu")
     try:
         if backend != "gloo" and torch.cuda.is_available():

@@ -6,7 +6,7 @@
 """
 
 from thinwire.comm.agreement import CALL, Description, agree
-from thinwire.comm.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked, true_for_all
+from thinwire.comm.collectives import copy_from, gather_numbers, gather_stacked, gather_values, true_for_all
 from thinwire.comm.in_process import InProcessTransport, run_members
 from thinwire.comm.machines import Layout, Machines, machines_of
 from thinwire.comm.metered import Metered, Note, Recording, Traffic
@@ -31,9 +31,9 @@ __all__ = [
     "agree",
     "checked_group",
     "copy_from",
-    "gather_bytes",
     "gather_numbers",
     "gather_stacked",
+    "gather_values",
     "machines_of",
     "run_members",
     "true_for_all",

@@ -7,12 +7,14 @@ import json
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias, TypeVar
 
 import torch
 
-from thinwire.comm.collectives import gather_bytes
+from thinwire.checks import listed
+from thinwire.comm.collectives import gather_values
 from thinwire.comm.transport import Transport
 from thinwire.errors import AgreementError
 
@@ -26,7 +28,6 @@ Description: TypeAlias = Mapping[str, str]
 ALGORITHM = "algorithm"
 CALL = "call"  # the subject for the call that a member makes; if it differs, all else may differ
 MAX_SUBJECTS = 4
-MAX_MEMBERS = 8
 
 PATIENCE_SECONDS = 10.0
 
@@ -41,31 +42,36 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
         return
     where = f"{purpose}: the comparison of what the processes are about to do"
     # Compare a digest, since there may be thousands of parameters; send names only to report a difference.
-    # `data` keeps the given order, which `check_same` uses; the digest does not depend on it.
-    data = json.dumps(description).encode()
+    # The digest does not depend on the order of subjects, which `check_same` uses.
     fingerprint = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
     warning = (
         f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
         "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
     )
-    # A separate timer, which logs what is happening: a group's timeout may be half an hour. A daemon thread:
-    # a process that ends meanwhile must not wait for it.
-    alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
-    alarm.daemon = True
-    alarm.start()
-    try:
+    with logged_if_slow(PATIENCE_SECONDS, logger, warning):
         # A gather, not an all-reduce: it must not be matched with another member's all-reduce.
         own = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(transport.control_device)
         rows = own.new_empty(transport.size, len(fingerprint))
         transport.all_gather(rows, own, where).wait()
         digests = {bytes(row) for row in rows.tolist()}
-    finally:
-        alarm.cancel()
     if len(digests) == 1:
         return
     # All members see the same digests, so all get here or none does.
-    everyone = [json.loads(encoded) for encoded in gather_bytes(data, transport, where)]
-    check_same(everyone, purpose)
+    check_same(gather_values(description, transport, where), purpose)
+
+
+@contextmanager
+def logged_if_slow(seconds: float, logger: logging.Logger, *warning: object) -> Iterator[None]:
+    """Log a warning if this context takes longer than some seconds."""
+    # A separate timer, which logs what is happening: a group's timeout may be half an hour. A daemon thread:
+    # a process that ends meanwhile must not wait for it.
+    alarm = threading.Timer(seconds, logger.warning, warning)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
 
 
 def alike_on_all_shards(
@@ -136,6 +142,4 @@ def _holders(everyone: Sequence[Description], subject: str) -> dict[str | None, 
 
 
 def _named(processes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, processes[:MAX_MEMBERS]))
-    num_more = len(processes) - MAX_MEMBERS
-    return f"process{'es' * (len(processes) > 1)} {shown}" + (f" and {num_more} more" if num_more > 0 else "")
+    return f"process{'es' * (len(processes) > 1)} {listed(processes)}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -78,15 +79,19 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
     return rows.tolist()
 
 
-def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
-    """Return the bytes of all members, by rank. Collective; two messages and host synchronisations."""
-    lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
-    # Pad to one length on all members; never empty, since `frombuffer` refuses an empty buffer.
-    padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)
+def gather_values(value: object, transport: Transport, purpose: str) -> list[Any]:
+    """Return the values of all members, as JSON holds them, by rank.
+
+    Collective; two messages and host synchronisations.
+    """
+    data = json.dumps(value).encode()
+    # Pad to one length on all members; JSON ignores spaces at the end.
+    longest = max(int(length) for (length,) in gather_numbers([len(data)], transport, purpose))
+    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
     own = padded.to(transport.control_device)
     rows = own.new_empty(transport.size, len(own))
     transport.all_gather(rows, own, purpose).wait()
-    return [bytes(row[:length]) for row, length in zip(rows.tolist(), lengths, strict=True)]
+    return [json.loads(bytes(row)) for row in rows.tolist()]
 
 
 def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:

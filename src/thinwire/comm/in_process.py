@@ -163,7 +163,8 @@ class _Room:
 
     size: int
     messages: dict[int, _Pending] = field(default_factory=dict)
-    is_broken: bool = False
+    is_broken: bool = False  # what has not arrived will not
+    is_over: bool = False  # some members have sent more than others: a later run would mix up their messages
 
 
 @dataclass
@@ -212,6 +213,9 @@ class InProcessTransport(Transport):
         self._room.is_broken = True
 
     def start(self, message: Message) -> Work:
+        if self._room.is_over:
+            left = "an error, or Ctrl-C, has ended this group in the middle of a message; make a new group"
+            raise CommunicationError(f"{message.purpose}: {left}")
         tensor = message.tensor
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
         # Match by order alone, as backends do; but raise if collectives differ, where backends would hang.
@@ -236,15 +240,12 @@ class InProcessTransport(Transport):
             return
         try:
             wait_for(pending)
-        except KeyboardInterrupt:
-            # Some members have sent more than others: a later run would mix up their messages.
-            self.abort()
-            self._room.messages.clear()
+        except (CommunicationError, KeyboardInterrupt):
+            self._room.is_over = True
             raise
         if len(pending.tensors) < self.size:
-            raise CommunicationError(
-                f"{pending.purpose}: another member, or Ctrl-C, aborted this message; make a new group"
-            )
+            ended = "another member aborted this message; make a new group"
+            raise CommunicationError(f"{pending.purpose}: {ended}")
         write_result(message, [pending.tensors[rank] for rank in range(self.size)], self.rank)
         pending.taken_by.add(self.rank)
         # The last member removes it; until then, others still read from it.

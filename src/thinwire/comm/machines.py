@@ -6,7 +6,6 @@ The user gives the machines, or they are found from the launcher's variables and
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from thinwire.checks import listed
 from thinwire.comm.agreement import CALL, agree
-from thinwire.comm.collectives import gather_bytes, gather_numbers
+from thinwire.comm.collectives import gather_numbers, gather_values
 from thinwire.comm.in_process import InProcessTransport
 from thinwire.comm.process_group import ProcessGroupTransport, made_of
 from thinwire.comm.transport import Transport
@@ -99,9 +98,8 @@ def machines_of_subgroups(
 ) -> Machines | None:
     """Return the same as `machines_of`, given each process's subgroup of its machine. Collective."""
     ranks = dist.get_process_group_ranks(transport.group)
-    own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
-    everyone = gather_bytes(own, transport, "which processes are a subgroup")
-    rows = sorted({tuple(json.loads(data)) for data in everyone})
+    own = dist.get_process_group_ranks(subgroup.group)
+    rows = sorted(set(map(tuple, gather_values(own, transport, "which processes are a subgroup"))))
     if sorted(rank for row in rows for rank in row) != sorted(ranks):
         raise ConfigError(
             f"the subgroups {[list(row) for row in rows][:8]} overlap, or leave out processes of the group; "

@@ -38,8 +38,9 @@ from thinwire.wire import HEAD_BYTES
 
 POSTED_AHEAD = 4
 LENGTH_BYTES = 8
-# If Gloo has several connections (GLOO_SOCKET_IFNAME=eth0,eth0), the tag selects which one carries a message.
-NUM_TAGS = 8
+# If Gloo has several connections (GLOO_SOCKET_IFNAME=eth0,eth0), the tag selects which one carries a message:
+# modulo their number. The rest of a long message follows its head on the same one, of up to 16.
+NUM_TAGS, REST = 8, 720720
 TAGS = {"all_reduce": 0x7D00, "all_gather": 0x7D10, "all_to_all": 0x7D20, "sums": 0x7D30}
 
 
@@ -83,13 +84,13 @@ class PeerExchange:
         works: list[dist.Work] = []
         for peer in self._peers:
             if received[peer].numel() > head_bytes:
-                works.append(group.recv([received[peer][head_bytes:]], peer, tag + NUM_TAGS))
+                works.append(group.recv([received[peer][head_bytes:]], peer, tag + REST))
         for peer in self._peers:
             length = torch.tensor([sent[peer].numel()], device="cpu").view(torch.uint8)
             head, rest = sent[peer][:head_bytes], sent[peer][head_bytes:]
             works.append(group.send([torch.cat([length, head])], peer, tag))
             if rest.numel():
-                works.append(group.send([rest], peer, tag + NUM_TAGS))
+                works.append(group.send([rest], peer, tag + REST))
         rows = list(map(received.__getitem__, self._peers))
         under_way[number] = work = PeerWork(posted.popleft(), rows, works, finish, under_way, number)
         return work
@@ -141,10 +142,10 @@ class PeerWork:
             row[: head.numel()].copy_(head)
         for work in works:
             work.wait()
-        # Drop those long before it, too, for which nobody may wait: a connection is FIFO, and a receive is
-        # posted less than `NUM_TAGS` messages ahead, so they have ended.
+        # Drop those before it with its tag, too, for which nobody may wait: a connection is FIFO, and a
+        # receive is posted less than `NUM_TAGS` messages ahead, so they have ended.
         for number in list(self.under_way):
-            if number == self.number or number <= self.number - NUM_TAGS:
+            if number <= self.number and number % NUM_TAGS == self.number % NUM_TAGS:
                 self.under_way.pop(number, None)  # another thread may have dropped it
         if posted:
             self.finish()

@@ -169,13 +169,17 @@ def cast_in(wire_dtype: WireDtype | None) -> AllReduce | Cast:
     return AllReduce() if wire_dtype is None else Cast(wire_dtype)
 
 
+def without_p2p(transport: ProcessGroupTransport) -> ProcessGroupTransport:
+    """Return the same transport, whose work has a future: what is sent to each peer has none."""
+    return ProcessGroupTransport(transport.group, transport.gradient_device, p2p=False)
+
+
 def sent_mean(
     flat: torch.Tensor, wire_dtype: WireDtype | None, transport: ProcessGroupTransport, purpose: str
 ) -> Future[torch.Tensor]:
     """Average a bucket with one message, for which DDP waits; no state is kept between steps."""
     message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
-    # Work that is sent to each peer has no future.
-    work = ProcessGroupTransport(transport.group, flat.device, p2p=False).mean(message, purpose)
+    work = without_p2p(transport).mean(message, purpose)
     # The closure keeps the message alive: the backend reads and writes it until then.
     return future_of(work, lambda: flat if message is flat else flat.copy_(message))
 
@@ -188,11 +192,7 @@ def averaged(
     algorithm = cast_in(wire_dtype)
     if isinstance(process_group, MachinesState):
         return process_group.run(algorithm, bucket)
-    flat = dense_buffer(bucket)
-    transport = ProcessGroupTransport(process_group, flat.device)
-    _agree(repr(algorithm), transport, bucket.parameters())
-    # Before the cast, in the gradients' own dtype.
-    divide_by_contributors(bucket.parameters(), flat, transport.size)
+    flat, transport = _agreed_on(repr(algorithm), process_group, bucket)
     return sent_mean(flat, wire_dtype, transport, f"a bucket of {flat.numel()} gradients")
 
 
@@ -206,15 +206,12 @@ def _in_8_bits(
             "torch's 8-bit hooks gather from each process, so they take no MachinesState; use "
             "thinwire.attach(ddp_model, thinwire.Quantize(bits=8)), which sends once per machine"
         )
-    flat = dense_buffer(bucket)
-    transport = ProcessGroupTransport(process_group, flat.device, p2p=False)  # p2p work has no future
     scaled = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
-    _agree(f"8 bits, a scale for {scaled}", transport, bucket.parameters())
-    divide_by_contributors(bucket.parameters(), flat, transport.size)
+    flat, transport = _agreed_on(f"8 bits, a scale for {scaled}", process_group, bucket)
     message = _codes(flat, scaled_elements or flat.numel())
 
     gathered = message.new_empty(transport.size, message.numel())
-    work = transport.all_gather(gathered, message, f"a bucket of {flat.numel()} gradients")
+    work = without_p2p(transport).all_gather(gathered, message, f"a bucket of {flat.numel()} gradients")
 
     def mean() -> torch.Tensor:
         # In rank order on every process, so that all get the same bits.
@@ -260,8 +257,16 @@ def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.T
 _agreed = WeakTensorKeyDictionary()
 
 
-def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Tensor]) -> None:
-    """Raise, when a bucket is new to a hook, if processes use different hooks or buckets."""
+def _agreed_on(
+    how: str, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> tuple[torch.Tensor, ProcessGroupTransport]:
+    """Return a bucket's gradients and what carries them, once all processes average them in the same way.
+
+    Raises:
+        AgreementError: Processes use different hooks or buckets (found when a bucket is new to a hook).
+    """
+    flat, parameters = dense_buffer(bucket), bucket.parameters()
+    transport = ProcessGroupTransport(process_group, flat.device)
     sizes = tuple(parameter.numel() for parameter in parameters)
     # A reference to the group itself: a later group may have the same name.
     agreed = (weakref.ref(transport.group), how, sizes)
@@ -269,3 +274,6 @@ def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Te
         description = {"thinwire": __version__, "algorithm": how, "parameters": f"of sizes {sizes}"}
         agree(transport, description, "a bucket's first step")
         _agreed[parameters[0]] = agreed
+    # Before any cast, in the gradients' own dtype.
+    divide_by_contributors(parameters, flat, transport.size)
+    return flat, transport

@@ -13,12 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from thinwire.comm import gather_bytes
+from thinwire.comm import gather_values
 from thinwire.comm.agreement import check_same
 from thinwire.errors import AgreementError, LeftError, StepError
 from thinwire.local_sgd.elastic_contributor import ElasticContributor
 from thinwire.local_sgd.groups.machine_group import described_together
-from thinwire.local_sgd.inner_optimizers import InnerSettings, difference, inner_settings
+from thinwire.local_sgd.inner_optimizers import difference, inner_settings
 from thinwire.local_sgd.member_status import MemberStatus
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,7 @@ class Admission:
         if len({statuses[rank].inner_settings for rank in old}) < 2:
             return
         own = inner_settings(self._contributor.model.optimizers)
-        data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
-        everyone: list[InnerSettings] = list(map(json.loads, data))
+        everyone = gather_values(own, self._group.control, "comparing inner optimizers")
         # The right settings are the most common ones among the members that have been here longest.
         longest = max(statuses[rank].averagings for rank in old)
         oldest = [rank for rank in old if statuses[rank].averagings == longest]
@@ -119,8 +118,7 @@ class Admission:
         group, purpose = self._group, "joining a group"
         description = {"group": group.kind, "kind": self._kind, **self._contributor.description()}
         described = described_together(description, group)
-        data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
-        everyone: list[dict[str, str]] = list(map(json.loads, data))
+        everyone = gather_values(described, group.control, purpose)
         texts = [json.dumps(description, sort_keys=True) for description in everyone]
         before = [text for text, status in zip(texts, statuses, strict=True) if not status.is_new] or texts
         counts = Counter(before)

@@ -113,7 +113,7 @@ class Averager(AbstractContextManager[Any]):
     def _check_not_over(self, call: str) -> None:
         """Raise if this member has left, or while the model shows the last average."""
         if self._membership.has_left:
-            raise LeftError(f"{call} was called after this member had left its group; end the loop")
+            raise LeftError(f"{call} was called after this member had left; end the loop, and save inside it")
         # A step would change the average, and be lost when the model's own values are restored.
         if self._model.shows_average:
             raise StepError(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -33,6 +31,7 @@ from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
+from thinwire.local_sgd.training_loop import call_on_sigterm
 from thinwire.sync.precision import full_precision
 
 Entered = TypeVar("Entered", bound="Member")
@@ -93,19 +92,7 @@ class Member(Averager):
             # is left ends the process.
             in_main_thread = threading.current_thread() is threading.main_thread()
             if membership.group.leaves_on_sigterm and in_main_thread:
-                own = os.getpid()
-
-                def told(number: int, frame: object) -> None:
-                    if os.getpid() == own:
-                        self.leave()
-                    else:  # forked inside the context: as outside of it
-                        signal.signal(number, restored)
-                        signal.raise_signal(number)
-
-                previous = signal.signal(signal.SIGTERM, told)
-                # None is a handler that was not installed from Python; Python can't restore it.
-                restored = signal.SIG_DFL if previous is None else previous
-                attached.callback(signal.signal, signal.SIGTERM, restored)
+                call_on_sigterm(self.leave, attached)
             # A member that is asked to leave while it waits here has left: its first step ends the loop.
             with suppress(LeftError), full_precision(self._model.device):
                 membership.average()
@@ -300,6 +287,7 @@ class LocalSGD(ModelAverager, Member):
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
+        self._check_inside("state_dict()")
         self.average()
         return super().state_dict()
 

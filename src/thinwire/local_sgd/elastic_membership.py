@@ -73,8 +73,6 @@ class ElasticMembership:
         # The number of members over which this residual is averaged; 0 for members that resume together.
         self._residual_members = 1
         self._agreed_changes = 0
-        # This member's values for the next averaging, from the gathering of statuses until they are sent.
-        self._known: Values = {}
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
         self._is_saving = False
@@ -172,8 +170,7 @@ class ElasticMembership:
 
     def _start(self) -> None:
         group, contributor = self.group, self._contributor
-        statuses = self._gather_members()
-        known, self._known = self._known, {}
+        statuses, known = self._gather_members()
         lineage = next_lineage(contributor.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
         pending = None
@@ -252,8 +249,8 @@ class ElasticMembership:
 
     # The members of the next averaging.
 
-    def _gather_members(self) -> tuple[MemberStatus, ...]:
-        """Return the members of the next averaging.
+    def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Values]:
+        """Return the members of the next averaging, and this member's values as far as they are known.
 
         1. A quorum is formed; it may send this member the others' state, which replaces its own.
         2. All exchange statuses. From these alone they refuse members, and choose the lineage to continue. If
@@ -262,7 +259,7 @@ class ElasticMembership:
         """
         group = self.group
         self._start_quorum()
-        statuses, is_new = self._gather_statuses(), group.received is not None
+        (statuses, values), is_new = self._gather_statuses(), group.received is not None
         if is_new and not all(status.is_finite for status in statuses):
             # The received state may be from a member that has diverged, optimizers too: receive another one.
             self._start_over()
@@ -273,7 +270,7 @@ class ElasticMembership:
         kept = kept_lineage(statuses)
         if any(status.doubt for status in statuses):
             self._resolve_doubt(kept)
-            statuses = self._gather_statuses()
+            statuses, values = self._gather_statuses()
         self._check_lineage(statuses, kept)
         self._admission.check_finite(statuses)
         self._admission.check_optimizers(statuses)
@@ -283,7 +280,8 @@ class ElasticMembership:
             self._admission.agree(statuses)
             self._join(statuses)
             self._agreed_changes = group.num_changes
-        return statuses
+        # A newcomer's values are those of its own model, which the others' has replaced.
+        return statuses, {} if statuses[group.control.rank].is_new else values
 
     def _start_quorum(self) -> None:
         """Wait for a quorum, and decide what a state from the others means."""
@@ -302,14 +300,14 @@ class ElasticMembership:
         else:
             self._member = self._draw_number()  # for the others, it is a new member
 
-    def _gather_statuses(self) -> tuple[MemberStatus, ...]:
+    def _gather_statuses(self) -> tuple[tuple[MemberStatus, ...], Values]:
         group, contributor = self.group, self._contributor
-        weight, self._known = contributor.contribution()
+        weight, values = contributor.contribution()
         is_new = group.received is not None
         own = MemberStatus(
             step=0 if is_new else contributor.steps,
             weight=0.0 if is_new else weight,
-            is_finite=are_finite(self._known),
+            is_finite=are_finite(values),
             is_leaving=self.is_leaving,
             is_new=is_new,
             is_saving=self._is_saving,
@@ -322,7 +320,7 @@ class ElasticMembership:
             averagings=self.stats.averagings,
         )
         own = reduced_over_local_processes(own, group)
-        return StatusGather(own, group.control, "who takes part in an averaging").read()
+        return StatusGather(own, group.control, "who takes part in an averaging").read(), values
 
     def _join(self, statuses: Sequence[MemberStatus]) -> None:
         """Start with changed members: load a received state, and rescale the residual to their number."""
@@ -352,7 +350,7 @@ class ElasticMembership:
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
         self._residual_members = self.group.control.size
-        self.statuses, self.group.received, self._known = (), None, {}
+        self.statuses, self.group.received = (), None
 
     def _start_over(self) -> None:
         """Let the next quorum send this member the others' state, in place of one already received."""

@@ -337,7 +337,7 @@ class LocalSGD(ModelAverager, Joinable):
     @property
     def _place(self) -> str | None:
         replica = self._model.replica
-        return None if replica.pieces or replica.shards is None else place_in(replica.shards)
+        return None if replica.pieces or replica.inside.size == 1 else place_in(replica.inside)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

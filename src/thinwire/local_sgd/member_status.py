@@ -10,13 +10,12 @@ from typing import NamedTuple, get_type_hints
 
 import torch
 
+from thinwire.checks import listed
 from thinwire.comm import Transport
 from thinwire.errors import StepError
 from thinwire.local_sgd.training_loop import LOADED
 
 logger = logging.getLogger(__name__)
-
-MAX_LISTED = 8
 
 
 class MemberStatus(NamedTuple):
@@ -69,11 +68,11 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
     broken = [rank for rank, status in enumerate(statuses) if not status.is_finite]
     if broken:
         raise StepError(
-            f"parameters or buffers of rank {_listed(broken)} are not finite (inf or NaN); nothing was "
+            f"parameters or buffers of rank {listed(broken)} are not finite (inf or NaN); nothing was "
             "averaged. Restart from a checkpoint (last average: state_dict()['last_average'])"
         )
     if len({status.step for status in statuses}) > 1:
-        steps = _listed([f"{rank}: {status.step}" for rank, status in enumerate(statuses)])
+        steps = listed([f"{rank}: {status.step}" for rank, status in enumerate(statuses)])
         raise StepError(
             f"ranks are at different steps ({steps}), so nothing was averaged; call average() and "
             "state_dict() on all, pass grad_scaler=, or for uneven inputs train inside thinwire.join(local)"
@@ -84,7 +83,7 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
     others = [rank for rank, status in enumerate(statuses) if status.outer_settings != usual]
     if others:
         raise StepError(
-            f"rank {_listed(others)} has other settings of the outer optimizer than the other ranks; "
+            f"rank {listed(others)} has other settings of the outer optimizer than the other ranks; "
             "nothing was averaged. Step a scheduler of local.outer on all ranks alike"
         )
     if len({status.unstepped for status in statuses}) > 1:
@@ -93,11 +92,6 @@ def check_alike(statuses: Sequence[MemberStatus]) -> None:
             "equally on all ranks; nothing was averaged. Pass all optimizers; load the same state on "
             "all ranks"
         )
-
-
-def _listed(values: Sequence[object]) -> str:
-    listed = ", ".join(map(str, values[:MAX_LISTED]))
-    return listed if len(values) <= MAX_LISTED else f"{listed} and {len(values) - MAX_LISTED} more"
 
 
 @dataclass

@@ -36,7 +36,7 @@ class StaticMembership:
     def __init__(self, changes: ModelChanges) -> None:
         self._contributor = changes
         self._transport = changes.engine.transport
-        self._shards = changes.model.replica.shards
+        self._shards = changes.model.replica.inside
         # Averages the models within the subgroup, if there is one. (Of a DDP model, gradients are averaged.)
         self._subgroup = changes.subgroup_engine if changes.schedule.averages_within else None
         self.divides_by_contributors = False  # by the members that have made steps, not by all

@@ -54,7 +54,7 @@ class ModelChanges:
         if isinstance(group, ProcessGroupTransport) and isinstance(subgroup, ProcessGroupTransport):
             machines = machines_of_subgroups(group, subgroup)
         # `on_nonfinite` is about gradients: changes that are not finite always raise.
-        for_changes = Settings(health_group=model.replica.shards)
+        for_changes = Settings(health_group=model.replica.inside)
         for_gradients = replace(for_changes, on_nonfinite=schedule.warmup.on_nonfinite)
         engine = self.engine = Engine(algorithm, group, specs, for_changes, parts=parts, machines=machines)
         shared: dict[str, Any] = {"clock": engine.clock, "machines": machines}

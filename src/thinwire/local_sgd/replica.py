@@ -32,12 +32,7 @@ class Replica:
     pieces: Mapping[str, Piece] = field(default_factory=dict)
     sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
     # Makes the model's parameters this process's shards, as they are between steps.
-    show_shards: Callable[[], object] = bool
-
-    @property
-    def shards(self) -> Transport | None:
-        """Joins the processes of the replica; None if there is only one."""
-        return None if self.inside.size == 1 else self.inside
+    show_shards: Callable[[], object] = lambda: None
 
     def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a whole parameter or buffer."""
@@ -48,7 +43,7 @@ class Replica:
 
         Each process has its own whole copy of a buffer: the result has that of the first shard.
         """
-        if not self.pieces or self.shards is None:
+        if not self.pieces or self.inside.size == 1:
             return dict(held)
         specs = {
             name: ParameterSpec.of(name, part.new_empty(self.shape_of(name, part), device="meta"))

@@ -37,7 +37,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
             "the model is already attached: its gradients are averaged in every step, so averaging models "
             "would change nothing; use only one of the two"
         )
-    show_shards = partial(reshard, module) if is_fsdp2(module) else bool
+    show_shards = partial(reshard, module) if is_fsdp2(module) else lambda: None
     if replicas is None or (is_fsdp2(module) and _saves_whole(module, replicas, meshes)):
         sharded = ShardedModel(module)
         sharded.refuse_hsdp()

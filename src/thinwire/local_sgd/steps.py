@@ -140,9 +140,8 @@ class Gradients(ElasticContributor):
         self.steps = self.averaged_steps = self.steps_here = 0
         tensors = model.tensors()
         self._buckets = Buckets(tensors)
-        specs, parts = [parameter.spec for parameter in tensors], [self._buckets.layout]
-        settings = Settings(health_group=model.replica.shards)
-        self.engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
+        specs = [parameter.spec for parameter in tensors]
+        self.engine = Engine(algorithm, group.transport, specs, Settings(health_group=model.replica.inside))
         self.work: float | None = None  # the gradients' weight; None once they are applied
         self.is_committing = False  # whether the optimizers step with the means
 

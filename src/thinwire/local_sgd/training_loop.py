@@ -6,6 +6,8 @@ Functions with an `attached` register hooks, which are removed when it is closed
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -115,6 +117,23 @@ def warn_of_uncounted_steps(
             counts[id(optimizer)] = num_counted()
 
     attached.enter_context(register_optimizer_step_post_hook(look))
+
+
+def call_on_sigterm(action: Callable[[], None], attached: ExitStack) -> None:
+    """Call an action when this process gets a SIGTERM, instead of ending it. Only in the main thread."""
+    own = os.getpid()
+
+    def handle(number: int, frame: object) -> None:
+        if os.getpid() == own:
+            action()
+        else:  # forked inside the context: as outside of it
+            signal.signal(number, restored)
+            signal.raise_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    # None is a handler that was not installed from Python; Python can't restore it.
+    restored = signal.SIG_DFL if previous is None else previous
+    attached.callback(signal.signal, signal.SIGTERM, restored)
 
 
 class Hook:

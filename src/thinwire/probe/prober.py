@@ -13,7 +13,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import ProcessGroupTransport, Work, agree, gather_bytes, gather_numbers
+from thinwire.comm import ProcessGroupTransport, Work, agree, gather_numbers, gather_values
 from thinwire.comm.machines import ranks_by_machine
 from thinwire.comm.process_group import over_connections
 from thinwire.errors import ConfigError
@@ -74,7 +74,7 @@ def probe(
     timings = list(prober.time_averagings(5 / 8 * budget_seconds))
     wire_factors = prober.time_collectives(timings, budget_seconds / 8)
     pairs = prober.time_pairs(timings, budget_seconds / 4)
-    hosts = [name.decode() for name in gather_bytes(gethostname().encode(), transport, PURPOSE)]
+    hosts = gather_values(gethostname(), transport, PURPOSE)
     backend = transport.backend_for(device)
     nodes = ranks_by_machine(transport)
     return Probe(transport.size, backend, device.type, timings, pairs, nodes, wire_factors, hosts)

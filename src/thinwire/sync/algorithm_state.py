@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -13,7 +12,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import Transport, gather_bytes
+from thinwire.comm import Transport, gather_values
 from thinwire.comm.collectives import in_messages
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync.partition import IntraNodePartition
@@ -30,8 +29,6 @@ from thinwire.sync.state import (
 )
 from thinwire.tensors import accelerators
 
-# How many steps whose health the host does not know are counted in one launch.
-COUNTED_TOGETHER = 256
 # Bytes averaged in one message, unless a single tensor is larger.
 MEAN_BYTES = 64 << 20
 
@@ -59,13 +56,13 @@ class AlgorithmState:
         self.memory, self.pending = Memory(), Pending()
         self.unsynced_names: set[str] = set()  # parameters whose local slots have changed since averaged
         self.nonfinite_steps = 0  # as far as the host knows
+        # The other ones, counted on the device: to read it, the host must wait.
+        self.unseen_nonfinite_steps = torch.tensor(0, device="cpu")
         self.may_remember = False  # whether any process of this machine may have something in memory
         self.torn = ""  # the step that has written memory, but whose means did not arrive
         self.loaded_digest: int | None = None  # the last loaded state's, which processes compare
         self.unchecked: SavedState | None = None  # loaded, but not checked against the model yet
         self.inter_node, self.partition = inter_node, partition
-        self._unseen: list[torch.Tensor] = []  # whether each of the latest steps was healthy
-        self._unseen_nonfinite: torch.Tensor | int = 0  # the count for earlier steps
 
     # Steps.
 
@@ -80,21 +77,8 @@ class AlgorithmState:
 
     def count_unseen(self, is_healthy: torch.Tensor) -> None:
         """Count a step whose health the host does not know."""
-        # Summed on the device, since reading makes the host wait; and rarely, since each sum is a launch.
-        self._unseen.append(is_healthy)
-        if len(self._unseen) == COUNTED_TOGETHER:
-            self._unseen_nonfinite, self._unseen = self._sum_of_unseen(), []
-
-    def unseen_nonfinite_steps(self) -> int:
-        """Return how many of these steps were not finite. Cost: a host synchronisation, if there were any."""
-        return int(self._sum_of_unseen())
-
-    def _sum_of_unseen(self) -> torch.Tensor | int:
-        if not self._unseen:
-            return self._unseen_nonfinite
-        device = self._unseen[-1].device
-        are_healthy = torch.stack([is_healthy.to(device) for is_healthy in self._unseen])
-        return (~are_healthy).sum() + self._unseen_nonfinite
+        counted = self.unseen_nonfinite_steps.to(is_healthy.device)
+        self.unseen_nonfinite_steps = counted + ~is_healthy
 
     def remembered(self) -> Callable[[], None]:
         """Copy all that steps change; return a function that restores it, as if later steps never ran."""
@@ -104,17 +88,26 @@ class AlgorithmState:
             for slot, tensors in self.pending.tensors.items()
         }
         others = Pending(pending, self.pending.owner), set(self.unsynced_names)
-        counts = self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite
+        counts = self.nonfinite_steps, self.unseen_nonfinite_steps
         held_ranges = {} if self.partition is None else dict(self.partition.held_ranges)
 
         def go_back() -> None:
             self.memory.restore(memory)
             self.pending, self.unsynced_names = others
-            self.nonfinite_steps, self._unseen, self._unseen_nonfinite = counts
+            self.nonfinite_steps, self.unseen_nonfinite_steps = counts
             if self.partition is not None:
                 self.partition.held_ranges = held_ranges
 
         return go_back
+
+    def forget_routes(self, names: Set[str], labels: Collection[str]) -> None:
+        """Drop the tensors of all routes of some parameters, other than those with these labels."""
+        for slot, tensors in self.memory.slots.items():
+            # Keep elementwise tensors: they belong to a parameter, and any algorithm can send a residual.
+            if not slot.is_elementwise:
+                for label in tensors.keys() - labels:
+                    if names >= names_in(label):
+                        del tensors[label]
 
     # The residual.
 
@@ -147,8 +140,9 @@ class AlgorithmState:
     def regroup(self, error_scale: float) -> None:
         """Adapt to a group with other members: multiply residuals by `error_scale`."""
         for slot, tensors in self.memory.slots.items():
-            for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
-                tensor.mul_(error_scale)
+            if slot.is_local and slot.is_elementwise:
+                for tensor in tensors.values():
+                    tensor.mul_(error_scale)
         # Perhaps only some members have loaded a state or averaged their residuals. Both facts must be the
         # same on all members, so reset them.
         self.loaded_digest, self.unsynced_names = None, set(self.specs)
@@ -255,7 +249,8 @@ class AlgorithmState:
         if self.partition is not None:
             self.partition.forget()
         self.may_remember, self.torn = True, ""
-        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
+        self.nonfinite_steps = loaded.skipped_steps
+        self.unseen_nonfinite_steps = torch.tensor(0, device="cpu")
         self.unsynced_names = set() if is_of_all else set(loaded.shapes)
         self.loaded_digest = loaded.digest
         self.unchecked = None if self.all_known else loaded
@@ -271,8 +266,9 @@ class AlgorithmState:
         """Move loaded tensors of a bucket into memory, if this process holds a part of them."""
         held = frozenset(labels)
         for slot, tensors in self.memory.slots.items():
-            for label in () if slot.is_elementwise else tensors.keys() & held:
-                tensors[label] = tensors[label].to(device)
+            if not slot.is_elementwise:
+                for label in tensors.keys() & held:
+                    tensors[label] = tensors[label].to(device)
         for slot, tensors in self.pending.tensors.items():
             for spec in specs:
                 if spec.name in tensors:
@@ -343,11 +339,10 @@ def parts_of_all(own: Tensors, transport: Transport) -> Iterator[StatePart]:
         (slot.name, slot.is_local, slot.is_elementwise, label, str(tensor.dtype)[6:], *tensor.shape)
         for _, slot, label, tensor in mine
     ]
-    data, slots = json.dumps(described).encode(), {slot.name: slot for slot in own}
-    for rank, listed in enumerate(gather_bytes(data, transport, "state_dict(), who has what")):
+    for rank, listed in enumerate(gather_values(described, transport, "state_dict(), who has what")):
         theirs = list[tuple[Slot, str, torch.dtype, list[int]]]()
-        for name, is_local, is_elementwise, label, dtype, *shape in json.loads(listed):
-            slot = slots.get(name, Slot(name, is_local=is_local, is_elementwise=is_elementwise))
+        for name, is_local, is_elementwise, label, dtype, *shape in listed:
+            slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
             theirs.append((slot, label, getattr(torch, dtype), shape))
         lengths = [math.prod(shape) * dtype.itemsize for *_, dtype, shape in theirs]
         packed = torch.empty(sum(lengths), dtype=torch.uint8, device=transport.control_device)

@@ -13,7 +13,6 @@ from thinwire.algorithms import Algorithm, AllReduce, Bucket, BucketPlan
 from thinwire.algorithms.registry import no_algorithm
 from thinwire.comm import CALL, Traffic, Transport, agree
 from thinwire.errors import ConfigError
-from thinwire.plan import BUCKET_SEPARATOR
 from thinwire.sync.algorithm_state import AlgorithmState
 from thinwire.sync.partition import NOTHING, BucketParts, IntraNodePartition, Specs
 from thinwire.sync.settings import Settings
@@ -46,6 +45,7 @@ class BucketState:
     machine_bytes: int = 0  # the plan's bytes that all of them send for it in a step
     # While it is in flight.
     flat: torch.Tensor = NO_GRADIENTS.flat
+    by_rank: torch.Tensor = NO_GRADIENTS.flat  # on a machine of several processes, ordered by local rank
     part: Bucket = NO_GRADIENTS  # the part of `flat` that this process averages, once it is sent
 
     def __post_init__(self) -> None:
@@ -68,7 +68,6 @@ class BucketPlans:
         self.device = torch.device("cpu")  # of the last bucket
         self.settings = self._settings = settings  # resolved for this algorithm and device
         self.has_agreed = False
-        self.last_used: Sequence[BucketState] = ()  # in the last step
         self.specs_of_last: tuple[Specs, ...] = ()  # the last step's buckets; with parts, all buckets
         self.transport, self._traffic, self._has_parts = transport, traffic, len(parts) > 1
         self._buckets: dict[Specs, BucketState] = {}  # the current ones
@@ -171,7 +170,9 @@ class BucketPlans:
         for bucket, plan in zip(new, plans, strict=True):
             if self.partition is not None:
                 parts = bucket.parts = self.partition.parts(bucket.specs)
-                self.partition.hold(parts, plan.labels, state.memory, devices[bucket])
+                self.partition.hold(parts, state.memory, devices[bucket])
+                # Drop what was loaded for the other processes of the machine.
+                state.forget_routes(bucket.names, plan.labels)
                 planned = [self.plan(parts.specs_of(rank)) for rank in range(len(parts.lengths))]
                 bucket.machine_bytes = sum(r.message_bytes for whole in planned for r in whole.routes)
             # After the comparison: if it raises, the loaded state can still be saved or replaced.
@@ -184,12 +185,10 @@ class BucketPlans:
             self._buckets[bucket.specs] = self._buckets.pop(bucket.specs, bucket)
 
     def note(self, used: Sequence[BucketState]) -> None:
-        """Record the buckets of a step that has ended, if they differ from those of the step before."""
-        self.last_used = used
-        specs_of_last = tuple(bucket.specs for bucket in used)
-        if specs_of_last == self.specs_of_last or self._has_parts:  # parts' buckets are known from the start
+        """Record the buckets of a step that has ended, which differ from those of the step before."""
+        if self._has_parts:  # whose buckets are known from the start
             return
-        self.specs_of_last = specs_of_last
+        self.specs_of_last = tuple(bucket.specs for bucket in used)
         self._plans = tuple(bucket.plan for bucket in used)
         self._forget_stale()
         # Close the least recently used: some models use other parameters in each step. All members end the
@@ -212,13 +211,9 @@ class BucketPlans:
 
     def _forget_stale(self) -> None:
         """Drop memory of routes that no longer exist, from earlier buckets or an earlier algorithm."""
-        labels = {label for plan in self._plans for label in plan.labels}
-        here = {spec.name for plan in self._plans for spec in plan.specs}
-        for slot, tensors in self.state.memory.slots.items():
-            # Keep elementwise tensors: they belong to a parameter, and any algorithm can send a residual.
-            for label in () if slot.is_elementwise else tensors.keys() - labels:
-                if here.issuperset(label.split(BUCKET_SEPARATOR)):  # otherwise a parameter is just unused now
-                    del tensors[label]
+        # Not those of parameters that are just unused now.
+        names = {spec.name for plan in self._plans for spec in plan.specs}
+        self.state.forget_routes(names, {label for plan in self._plans for label in plan.labels})
 
     # Agreement.
 

@@ -12,7 +12,7 @@ import torch
 from thinwire.algorithms import Algorithm, Memory
 from thinwire.comm import Machines, Metered, Transport, Work, agree
 from thinwire.errors import NonfiniteError, StepError
-from thinwire.plan import ParameterSpec, Plan
+from thinwire.plan import ParameterSpec
 from thinwire.sync.algorithm_state import AlgorithmState
 from thinwire.sync.bucket_plans import BucketPlans, BucketState, Parts
 from thinwire.sync.clock import StepClock
@@ -90,11 +90,6 @@ class Engine:
     def specs(self) -> Specs:
         """All known parameters, in model order."""
         return self.buckets.specs
-
-    @property
-    def plan(self) -> Plan:
-        """How each parameter is sent, in model order."""
-        return self.reporter.plan
 
     @property
     def steps(self) -> int:

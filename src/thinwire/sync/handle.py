@@ -51,7 +51,7 @@ class GradientSync:
         For an algorithm that works on whole buckets, the plan is that of the last step's buckets; before the
         first step, that of one bucket for the whole model.
         """
-        return self._engine.plan
+        return self._engine.reporter.plan
 
     @property
     def steps(self) -> int:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
 from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, Requests, Slot, all_finite
-from thinwire.algorithms.registry import SLOTS
-from thinwire.comm import Transport, gather_bytes
+from thinwire.comm import Transport, gather_values
 from thinwire.plan import ParameterSpec
-from thinwire.sync.state import names_in
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -205,7 +202,7 @@ class IntraNodePartition:
         ]
         return [part for spec, part in held if part.numel or not spec.numel]
 
-    def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
+    def hold(self, parts: BucketParts, memory: Memory, device: torch.device) -> None:
         """Make memory hold this process's part of a bucket. Collective inside, if it held other parts."""
         ranges = {spec.name: of_spec for spec, of_spec in zip(parts.specs, parts.ranges, strict=True)}
         moved = {
@@ -216,25 +213,20 @@ class IntraNodePartition:
         if moved:
             self._move(moved, ranges, memory, device)
         self.held_ranges |= ranges
-        for slot, tensors in memory.slots.items():
-            # Drop what was loaded for the other processes of the machine.
-            for label in () if slot.is_elementwise else tensors.keys() - labels:
-                if ranges.keys() >= names_in(label):
-                    del tensors[label]
 
     def _move(
         self, moved: dict[str, ParameterSpec], ranges: dict[str, Ranges], memory: Memory, on: torch.device
     ) -> None:
         own = [
-            (slot.name, slot.is_local, name)
+            (slot.name, slot.is_local, slot.is_saved, name)
             for slot, tensors in memory.slots.items()
-            for name in (moved.keys() & tensors.keys() if slot.is_elementwise else ())
+            if slot.is_elementwise
+            for name in moved.keys() & tensors.keys()
         ]
         # A process may hold tensors of a slot of which the others have none.
-        everyone = gather_bytes(json.dumps(own).encode(), self.intra_node, "who of a machine remembers what")
-        slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
-        for kind, is_local, name in sorted({tuple(entry) for said in everyone for entry in json.loads(said)}):
-            tensors = memory[slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))]
+        everyone = gather_values(own, self.intra_node, "who of a machine remembers what")
+        for kind, is_local, is_saved, name in sorted(set(map(tuple, chain(*everyone)))):
+            tensors = memory[Slot(kind, is_local=is_local, is_elementwise=True, is_saved=is_saved)]
             whole = torch.zeros(moved[name].numel, dtype=moved[name].memory_dtype, device=on)
             if name in tensors:
                 whole[self.held(name)] = tensors.pop(name)

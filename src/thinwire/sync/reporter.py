@@ -122,7 +122,7 @@ class Reporter:
     def stats(self) -> Stats:
         """Return the statistics so far. Cost: a norm of each residual, and a host synchronisation."""
         relative_error, error_norm = self._errors()
-        unseen_steps, counts = self._state.unseen_nonfinite_steps(), self.counts()
+        unseen_steps, counts = int(self._state.unseen_nonfinite_steps), self.counts()
         if unseen_steps:
             self.warn_of_nonfinite()
         nonfinite_steps = self._state.nonfinite_steps + unseen_steps

@@ -15,6 +15,7 @@ One step with two buckets `a` and `b`:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -123,7 +124,8 @@ class CollectiveScheduler:
             task = Task(requests, bucket, in_turn=self._in_turn)
             # Only this bucket: waiting for the others would delay its message until after the backward pass.
             _compute_jointly([task])
-            self._send([task], f"round 1 of the bucket of {bucket}")
+            purpose = f"{self.name}, round 1 of the bucket of {bucket}"
+            self._rounds.append(Round([task], self._transport, purpose))
         # Added only after sending: if that fails, nothing of the bucket is in flight.
         self.tasks.append(task)
         if self._is_pipelined and rounds > 1:
@@ -143,7 +145,8 @@ class CollectiveScheduler:
                 waiting = self._receive([first], first.tasks, bucket)
                 del self._rounds[0]
                 if waiting:
-                    self._send(waiting, f"a later round of the bucket of {bucket}")
+                    purpose = f"{self.name}, a later round of the bucket of {bucket}"
+                    self._rounds.append(Round(waiting, self._transport, purpose))
         return bool(self._rounds)
 
     def advance_next(self) -> bool:
@@ -171,7 +174,8 @@ class CollectiveScheduler:
                 types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
                 self._closing.request = Mean(self._closing.request.tensor.to(types[0]))
             if waiting:
-                self._send(waiting, f"round {self._number} of all buckets")
+                purpose = f"{self.name}, round {self._number} of all buckets"
+                self._rounds.append(Round(waiting, self._transport, purpose))
         return bool(waiting)
 
     # For means that are applied bucket by bucket, during the next forward pass.
@@ -213,9 +217,6 @@ class CollectiveScheduler:
             elif task.request is not None:
                 waiting.append(task)
         return waiting
-
-    def _send(self, tasks: Sequence[Task], purpose: str) -> None:
-        self._rounds.append(Round(tasks, self._transport, f"{self.name}, {purpose}"))
 
     # The commit.
 
@@ -324,29 +325,28 @@ class Round:
         # Requests of one collective, dtype and device are one message, side by side in its last dimension.
         self._sent: list[tuple[Message, list[CollectiveRequest]]] = []
         self._asking: list[Task] = []  # tasks at a commit are left out: they may end before this is answered
-        kinds: dict[str, tuple[list[CollectiveRequest], list[torch.Tensor]]] = {}
+        kinds = defaultdict[str, list[CollectiveRequest]](list)
         for task in tasks:
             if isinstance(task.request, Commit):
                 continue
             self._asking.append(task)
             for request in task.request if isinstance(task.request, tuple) else (task.request,):
                 sent = _checked(request, transport.size, task.requests)
-                kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
-                requests, tensors = kinds.setdefault(kind, ([], []))
-                requests.append(sent)
-                tensors.append(sent.tensor)
+                kinds[f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"].append(sent)
         # Backends match collectives only by their order, and wait forever if it differs. Sorted, the order
         # depends on the requests, not on which bucket made one first.
         for kind in sorted(kinds):
-            requests, tensors = kinds[kind]
-            if isinstance(requests[0], Mean):
+            requests = kinds[kind]
+            first, is_alone = requests[0], len(requests) == 1
+            if isinstance(first, Mean):
                 # A single request is not copied, so its mean is in the request's own memory.
-                flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
+                flat = first.tensor if is_alone else concat_view([request.tensor for request in requests])
                 message = Message("all_reduce", flat, flat, purpose, "mean")
             else:
                 # Contiguous, because transports send a tensor's memory as bytes.
-                flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
-                if isinstance(requests[0], AllGather):
+                tensors = [request.tensor for request in requests]
+                flat = first.tensor.contiguous() if is_alone else torch.cat(tensors, dim=-1)
+                if isinstance(first, AllGather):
                     gathered = flat.new_empty(transport.size, len(flat))
                     message = Message("all_gather", flat, gathered, purpose)
                 else:

@@ -97,7 +97,7 @@ class Settings:
     may_be_unused: bool = False
     host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
-    health_group: Transport | None = None  # a model's shards, which must agree whether a step is healthy
+    health_group: Transport | None = None  # a model's shards, if several: all agree if a step is healthy
     typed: Mapping[str, str] = field(default_factory=dict)
     weight: Weight | None = None  # None: all processes count the same
     others: Mapping[str, str] = field(default_factory=dict)  # an adapter's own, to be compared, by subject
@@ -108,6 +108,8 @@ class Settings:
         if self.host_check != "auto":  # NumPy's bools, 1 and 0 are accepted, too
             object.__setattr__(self, "host_check", bool(self.host_check))
         checked_on_nonfinite(self.on_nonfinite)
+        if self.health_group is not None and self.health_group.size == 1:
+            object.__setattr__(self, "health_group", None)
         other = 'on_nonfinite="raise": the host can\'t raise an error that it does not see'
         if self.may_be_unused:
             other = "find_unused_parameters=True: the host must find out which parameters are unused"

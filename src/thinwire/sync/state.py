@@ -26,7 +26,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.registry import SLOTS
-from thinwire.checks import whole_number
+from thinwire.checks import listed, whole_number
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.tensors.layout import shape_of_shard, shard_of
@@ -35,6 +35,7 @@ FORMAT = 5
 FORMAT_0_2 = 4  # Thinwire 0.2 wrote it: this version reads it, the next one does not
 NAMES_IN_0_2 = {"rank": "member", "world_size": "members", "local_rank": "place", "local_size": "places"}
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots"}
+MAX_LISTED = 4
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 EARLIER, SAME_MODEL = "load an earlier state", "load the state of the same model"  # advice in errors
 
@@ -157,8 +158,8 @@ def read_state(state: Any, of_algorithm: Iterable[Slot] = ()) -> SavedState:
             )
         slot = known.get(name, slot)
         # DCP has loaded only what this run lists.
-        listed = state[name] if slot.is_listed else state.get(name, ())
-        slots[slot] = {label: _copied(tensor) for label, tensor in listed}
+        pairs = state[name] if slot.is_listed else state.get(name, ())
+        slots[slot] = {label: _copied(tensor) for label, tensor in pairs}
     cuts: Cuts = {}
     for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
         cuts[name] = (tuple(map(int, shape)), None if dim is None else range(len(shape))[dim])
@@ -182,11 +183,11 @@ def _check_slot(
 ) -> None:
     """Refuse tensors of unlisted parameters, of wrong shapes, or that are not finite."""
     for label, tensor in tensors.items():
-        listed, is_listed = shapes.get(label, "nothing"), shapes.keys() >= names_in(label)
-        if not is_listed or (slot.is_elementwise and listed != tensor.shape):
+        shape, is_known = shapes.get(label, "nothing"), shapes.keys() >= names_in(label)
+        if not is_known or (slot.is_elementwise and shape != tensor.shape):
             raise StateError(
                 f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, but its list of "
-                f"parameters says {listed}; {EARLIER}"
+                f"parameters says {shape}; {EARLIER}"
             )
         # A shard's whole shape is not listed.
         if slot.check is not None and SHARD_MARK not in label:
@@ -293,8 +294,8 @@ def check_model(
     if loaded.shapes and (missing or unknown) and strict:
         shares_none = by_position or missing == specs.keys()
         remedy = "" if shares_none else ", or pass strict=False to load what both have"
-        differs = [f"this model does not train {_first(unknown)}"] if unknown else []
-        differs += [f"the state has no {_first(missing)}"] if missing else []
+        differs = [f"this model does not train {listed(sorted(unknown), MAX_LISTED)}"] if unknown else []
+        differs += [f"the state has no {listed(sorted(missing), MAX_LISTED)}"] if missing else []
         words = f"the state is of a different model: {', and '.join(differs)}"
         raise StateError(f"{words}; {SAME_MODEL}{remedy}")
     for name, spec in specs.items():
@@ -331,11 +332,6 @@ def names_in(label: str) -> set[str]:
     return set(label.partition(SHARD_MARK)[0].split(BUCKET_SEPARATOR))
 
 
-def _first(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
-
-
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states that all processes saved for themselves into one, as `state_dict` returns it.
 
@@ -367,9 +363,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         _add(loaded, position, merged, dtypes)
         ranks.add(position.rank)
     if first is None or ranks != set(range(num_processes)):
-        listed = ", ".join(map(str, sorted(ranks))) or "none"
+        found = ", ".join(map(str, sorted(ranks))) or "none"
         raise StateError(
-            f"expected the states of all processes, of {num_processes if first else 'any'}, got {listed}; "
+            f"expected the states of all processes, of {num_processes if first else 'any'}, got {found}; "
             "copy the files of all machines into one folder first"
         )
     for (slot, label), dtype in dtypes.items():

@@ -46,11 +46,10 @@ class Step:
         self._plans, self._state, self._memory, self._scheduler = plans, plans.state, memory, scheduler
         self._clock, self._traffic, self._ended, self._name = clock, clock.traffic, ended, scheduler.name
         self._buckets: list[BucketState] = []  # in the order in which they were started
-        # How many were sent. A new bucket, and all after it, wait until processes are compared.
-        self._num_sent = 0
-        # With several processes per machine: buckets ordered by local rank, which the machine reduces first.
-        self._reduces: list[tuple[torch.Tensor, Work]] = []
-        self._num_reduced = 0  # how many of them were waited for
+        # A new bucket, and all after it, are not sent until all were started and processes are compared.
+        self._unsent: list[BucketState] = []
+        # Buckets that the machine reduces now, if it has several processes; then this rank's part is sent.
+        self._reducing: list[tuple[BucketState, Work]] = []
         self._has_all = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # the loss scale
         self._weights = weights  # None if all processes count the same
@@ -99,9 +98,10 @@ class Step:
                 self._unused.note(Bucket(bucket.specs, flat), used)
             bucket.is_in_flight, bucket.flat = True, flat
             self._buckets.append(bucket)
-            # Buckets are sent in order: if one waits, all after it wait.
-            if bucket.is_open and self._num_sent == len(self._buckets) - 1:
+            if bucket.is_open and not self._unsent:
                 self._send(bucket)
+            else:
+                self._unsent.append(bucket)
 
     def _refuse_twice(self, bucket: BucketState) -> None:
         if bucket in self._buckets:
@@ -118,7 +118,6 @@ class Step:
         )
 
     def _send(self, bucket: BucketState) -> None:
-        self._num_sent += 1
         # Only now: in the first step, processes have compared their settings before this.
         if self._weights is not None:
             has_samples, scale = self._share = self._share or self._weights.share(self._name)
@@ -130,22 +129,22 @@ class Step:
             self._send_part(bucket, bucket.flat)
             return
         # The machine reduces it first. The bucket before has mostly arrived by now, and is sent.
-        by_rank = bucket.parts.by_rank(bucket.flat)
+        bucket.by_rank = bucket.parts.by_rank(bucket.flat)
         purpose = f"{self._name}, the mean inside the machine of the bucket of {bucket.specs[0].name}"
-        work = self._intra_node.scatter_mean(by_rank, bucket.parts.lengths, purpose)
+        work = self._intra_node.scatter_mean(bucket.by_rank, bucket.parts.lengths, purpose)
         self._traffic.inside_bytes += bucket.parts.inside_bytes
-        self._reduces.append((by_rank, work))
-        self._send_reduced(self._num_sent - 1)
+        self._reducing.append((bucket, work))
+        self._send_reduced(num_left=1)
 
-    def _send_reduced(self, end: int) -> None:
-        """Wait for the machine's mean of the first `end` buckets, in order; send this rank's parts."""
-        while self._num_reduced < end:
-            bucket, (by_rank, work) = self._buckets[self._num_reduced], self._reduces[self._num_reduced]
+    def _send_reduced(self, *, num_left: int) -> None:
+        """Wait for the machine's means, in order, until this many are left; send this rank's parts."""
+        while len(self._reducing) > num_left:
+            bucket, work = self._reducing[0]
             with self._traffic.waiting():
                 work.wait()
-            self._num_reduced += 1
+            del self._reducing[0]
             assert bucket.parts is not None
-            self._send_part(bucket, bucket.parts.own(by_rank))
+            self._send_part(bucket, bucket.parts.own(bucket.by_rank))
 
     def _send_part(self, bucket: BucketState, flat: torch.Tensor) -> None:
         """Send the first message of this process's part of a bucket."""
@@ -192,7 +191,7 @@ class Step:
         self._has_all = True
         if not self._buckets:
             raise StepError("finish() was called without start(): there are no gradients to average")
-        waiting = self._buckets[self._num_sent :]
+        waiting, self._unsent = self._unsent, []
         if waiting:
             # Compare processes once for all new buckets.
             self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
@@ -204,8 +203,8 @@ class Step:
             state.unchecked = None
         for bucket in waiting:
             self._send(bucket)
-        if self._reduces:
-            self._send_reduced(len(self._reduces))
+        if self._reducing:
+            self._send_reduced(num_left=0)
         if self._unused is not None:
             # One message for all buckets, sent with their second.
             parts = [bucket.part for bucket in self._buckets]
@@ -242,15 +241,15 @@ class Step:
     def _gather(self, intra_node: Transport) -> None:
         """All-gather the means of all parts inside the machine, even if the step was not committed."""
         gathers = []
-        for bucket, (by_rank, _) in zip(self._buckets, self._reduces, strict=True):
+        for bucket in self._buckets:
             assert bucket.parts is not None
             purpose = f"{self._name}, the means of the bucket of {bucket.specs[0].name}"
-            work = intra_node.gather_parts(by_rank, bucket.parts.lengths, purpose)
-            gathers.append((bucket.parts, bucket.flat, by_rank, work))
-        for parts, flat, by_rank, work in gathers:
+            gathers.append(intra_node.gather_parts(bucket.by_rank, bucket.parts.lengths, purpose))
+        for bucket, work in zip(self._buckets, gathers, strict=True):
             with self._traffic.waiting():
                 work.wait()
-            parts.write(flat, by_rank)
+            assert bucket.parts is not None
+            bucket.parts.write(bucket.flat, bucket.by_rank)
         # Count bytes as planned: no process knows what the others of the machine have sent.
         is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
         planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
@@ -297,7 +296,7 @@ class Step:
                 state.unsynced_names |= bucket.names
         else:
             state.nonfinite_steps += 1
-        if self._buckets != self._plans.last_used:  # rare: mostly they are the same
+        if tuple([bucket.specs for bucket in self._buckets]) != self._plans.specs_of_last:  # rare
             self._plans.note(self._buckets)
         if state.torn == self._name:
             state.torn = ""
@@ -329,8 +328,9 @@ class Step:
             # On the CPU, reading the answer costs no wait.
             if is_on_device and accelerators.is_accelerator(device):
                 self._write(is_healthy)
-                for part in parts if fill == 0 else ():  # otherwise the plans have written NaN
-                    part.flat.masked_fill_(~is_healthy, fill)
+                if fill == 0:  # otherwise the plans have written NaN
+                    for part in parts:
+                        part.flat.masked_fill_(~is_healthy, fill)
                 return True
         with self._traffic.waiting():  # for an accelerator
             committed = bool(is_healthy)
@@ -338,8 +338,9 @@ class Step:
                 state.may_remember = bool(remembers)
         if committed:
             self._write()
-        for part in () if committed else parts:
-            part.flat.fill_(fill)
+        else:
+            for part in parts:
+                part.flat.fill_(fill)
         return committed or not settings.host_check
 
     def _write(self, is_healthy: torch.Tensor | None = None) -> None:
@@ -376,14 +377,14 @@ class Step:
         # Do not wait for messages in flight: if a member has died, that would delay the error until the
         # group's timeout. The next step waits (`drain`).
         self._scheduler.close()
-        for bucket in self._buckets if self.is_open else ():
-            bucket.is_in_flight, bucket.flat, bucket.part = False, NO_GRADIENTS.flat, NO_GRADIENTS
-        del self._reduces[: self._num_reduced]  # they are as large as the gradients
-        self._num_reduced, self.is_open = 0, False
+        for bucket in self._buckets:
+            bucket.is_in_flight, bucket.part = False, NO_GRADIENTS
+            bucket.flat = bucket.by_rank = NO_GRADIENTS.flat
+        self._buckets, self.is_open = [], False
 
     def drain(self) -> None:
         """Wait for the messages that were in flight when the step was abandoned."""
-        for _, work in self._reduces:
+        for _, work in self._reducing:
             with suppress(CommunicationError):
                 work.wait()
         self._scheduler.drain()

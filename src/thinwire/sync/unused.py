@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
-from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
+from thinwire.algorithms.error_feedback import residuals_restored
 from thinwire.comm import Transport
 from thinwire.sync.partition import Specs
 from thinwire.tensors import accelerators
@@ -48,9 +48,8 @@ class UnusedParameters:
         # The mean of the flags, not the maximum: a mean can join a message that is sent anyway.
         used = yield Mean(used)
         self.names = {name for name, share in zip(names, used.tolist(), strict=True) if share == 0}
-        before = residuals_of(memory, self.names)
-        yield Commit(lambda: torch.tensor(True, device="cpu"))
-        put_back_residuals(memory, self.names, before)
+        with residuals_restored(memory, self.names):
+            yield Commit(lambda: torch.tensor(True, device="cpu"))
         for bucket in buckets:
             for spec, gradient in zip(bucket.specs, bucket.gradients, strict=True):
                 if spec.name in self.names:

@@ -21,7 +21,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "run": {"name": (str, type(None)), "processes": int, "machines": int, "process_rank": int},
     "plan": {"step": int, "algorithm": str, "routes": list},
     "route": {"label": str, "detail": str, "gradient_bytes": NUMBER, "message_bytes": NUMBER},
-    "step": {"step": int, **dict.fromkeys((*SUMMED, *SECONDS), NUMBER)},
+    "step": {
+        "step": int,
+        **dict.fromkeys((*SUMMED, *SECONDS), NUMBER),
+        "nonfinite_steps": (int, type(None)),
+    },
     "norms": {"step": int, "relative_error": dict},
     "log": {"step": int, "seconds": NUMBER},
 }
@@ -166,7 +170,7 @@ def _check_fields(kind: str, record: Any) -> None:
     """Raise if a record lacks a field that a page reads, or has one of a wrong type."""
     for name, types in FIELDS[kind].items():
         value = record.get(name) if isinstance(record, dict) else None
-        if not isinstance(value, types):
+        if not isinstance(value, types) or name not in record:
             raise ValueError(f"its {name} is {value!r:.40}")
     for route in record["routes"] if kind == "plan" else ():
         _check_fields("route", route)

@@ -150,7 +150,7 @@ class Watch:
             self._write_norms()
 
     def _write_plan(self) -> None:
-        algorithm, plan = self._engine.algorithm, self._engine.plan
+        algorithm, plan = self._engine.algorithm, self._engine.reporter.plan
         if (algorithm, plan) == self._planned:
             return
         routes = {route.label: route for route in plan.routes}

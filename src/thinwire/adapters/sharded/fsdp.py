@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averag
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, sharded_like
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
-from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_bytes
+from thinwire.algorithms.error_feedback import residuals_restored
+from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_values
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
@@ -57,7 +56,7 @@ def attach_sharded(
         )
     # A step is committed on all shards or on none, so they must agree.
     shards = sharded.shards()
-    settings = replace(settings, health_group=shards if shards.size > 1 else None)
+    settings = replace(settings, health_group=shards)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas start equal in everything that the model holds.
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -254,6 +253,8 @@ class FSDPAdapter:
                 f"{DIVIDED.removeprefix('or ')}"
             )
         if current != self._queued_in:
+            if torch_private.is_pass_compiled():
+                raise StepError(f"{NOT_AVERAGED}: compiled autograd runs the backward pass; switch it off")
             self._queued_in = current
             torch_private.at_end_of_backward(self.average)
         bucket = self._bucket_of[id(parameter)]
@@ -314,13 +315,12 @@ class FSDPAdapter:
                     self._start(bucket)
                 flags_work, unused = self._find_unused()
                 step, memory = cast(Step, self._step), engine.state.memory
-                before = residuals_of(memory, unused)
-                # Wait for the flags before the commit, since no message may fail after memory is written; and
-                # after the first round, which was sent before them.
-                step.advance()
-                flags_work.wait()
-                committed = step.finish()
-                put_back_residuals(memory, unused, before)
+                with residuals_restored(memory, unused):
+                    # Wait for the flags before the commit, since no message may fail after memory is written;
+                    # and after the first round, which was sent before them.
+                    step.advance()
+                    flags_work.wait()
+                    committed = step.finish()
                 self._write_gradients(unused)
                 if not self._has_order:
                     self._learn_order()
@@ -360,8 +360,7 @@ class FSDPAdapter:
         # Over the shards too: the state of the whole model lists buckets in this order. In the second turn,
         # all replicas already have the same input, and so get the same result.
         for members in (self.engine.transport, self.shards):
-            messages = gather_bytes(json.dumps(early).encode(), members, "the order in which gradients come")
-            first, *others = map(json.loads, messages)
+            first, *others = gather_values(early, members, "the order in which gradients come")
             # Only buckets that were complete on all: for others, some processes would wait in mid-pass.
             early = [number for number in first if all(number in other for other in others)]
         late = [number for number in range(len(self._buckets)) if number not in early]

@@ -51,12 +51,8 @@ class BatchedPowerSGD(LowRank):
         shape = square(numel)
         matrix_rank = self.matrix_rank_of(shape, specs[0].dtype) if numel else None
         if matrix_rank is None:
-            routes = tuple(
-                self.uncompressed_route(spec, self.uncompressed_dtype(spec.dtype)) for spec in specs
-            )
-        else:
-            routes = (self.compressed_route(specs, shape, matrix_rank),)
-        return BatchedPlan(tuple(specs), routes, self)
+            return BatchedPlan(tuple(specs), self.uncompressed_routes(specs), self)
+        return BatchedPlan(tuple(specs), (self.compressed_route(specs, shape, matrix_rank),), self)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,10 @@ class LowRank(Algorithm):
         """Return the route of a parameter that is sent uncompressed in `dtype`."""
         return LowRankRoute((spec.name,), spec.gradient_bytes, spec.numel * dtype.itemsize)
 
+    def uncompressed_routes(self, specs: Sequence[ParameterSpec]) -> tuple[LowRankRoute, ...]:
+        """Return the routes of a bucket of which nothing is compressed."""
+        return tuple(self.uncompressed_route(spec, self.uncompressed_dtype(spec.dtype)) for spec in specs)
+
     def compressed_route(
         self, specs: Sequence[ParameterSpec], shape: tuple[int, int], matrix_rank: int
     ) -> LowRankRoute:

@@ -11,11 +11,12 @@ import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.exact import average_uncompressed, wire_dtype_of
+from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import resized
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Requests
+from thinwire.checks import listed
 from thinwire.kernels.dispatch import name_of_kernels_for
 from thinwire.tensors import accelerators
 
@@ -55,8 +56,8 @@ class LowRankPlan(BucketPlan):
         if self.compressed and memory.step >= self.config.warmup_steps and not must_send:
             yield from self.compress(bucket, memory)
             return
-        wire_dtype = None if self.config.wire_dtype is None else wire_dtype_of(self.config.wire_dtype)
-        yield from average_uncompressed(self.names, bucket, memory, wire_dtype, always_checks=True)
+        dtype = self.config.uncompressed_dtype(bucket.flat.dtype)
+        yield from average_uncompressed(self.names, bucket, memory, dtype, always_checks=True)
         # All was sent: what an earlier step has sent no longer shows how much was not.
         for label in self.labels:
             memory[SENT].pop(label, None)
@@ -81,10 +82,9 @@ class LowRankPlan(BucketPlan):
         if not refitted:
             return ""
         labels = sorted(label for label, _, _ in refitted)
-        more = f" and {len(labels) - MAX_NAMES} more" if len(labels) > MAX_NAMES else ""
         _, there, here = refitted[0]
         return (
-            f"the state's factors of {', '.join(labels[:MAX_NAMES])}{more} have a different matrix rank "
+            f"the state's factors of {listed(labels, MAX_NAMES)} have a different matrix rank "
             f"({there}, here {here}): they are cut or extended with random rows, and recover within a few "
             "steps. No residual is lost"
         )

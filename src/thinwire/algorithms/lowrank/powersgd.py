@@ -88,9 +88,7 @@ class PowerSGD(LowRank):
         return "parameter"
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        uncompressed = tuple(
-            self.uncompressed_route(spec, self.uncompressed_dtype(spec.dtype)) for spec in specs
-        )
+        uncompressed = self.uncompressed_routes(specs)
         routes = tuple(map(self._route, specs))
         compresses = any(route.is_compressed for route in routes)
         # If a bucket has factors, all of it is sent in their dtype: its other 16-bit gradients grow to 32.

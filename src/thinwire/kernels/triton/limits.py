@@ -43,28 +43,27 @@ def serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) ->
 
 def reaches(device: torch.device) -> bool:
     """Return whether the kernels are compiled for a device; warn if not."""
-    why_not = _why_not(device)
-    return warn_fallback(why_not) if why_not else why_not is None
+    # "meta" computes nothing, so nothing can be slow.
+    if device.type in ("cpu", "meta"):
+        return False
+    out_of_reach = _why_out_of_reach(device)
+    return warn_fallback(out_of_reach) if out_of_reach else True
 
 
 def why_not(device: torch.device) -> str:
-    """Return why no kernel serves a device; "" if some do."""
-    return _why_not(device) or why_unusable()
+    """Return why no kernel serves an accelerator; "" if some do."""
+    return _why_out_of_reach(device) or why_unusable()
 
 
 @cache
-def _why_not(device: torch.device) -> str | None:
+def _why_out_of_reach(device: torch.device) -> str:
     if device.type != "cuda":
-        # "meta" computes nothing, so nothing can be slow.
-        if device.type in ("cpu", "meta"):
-            return ""
         return f"Triton's kernels are for CUDA and ROCm, and this device is of type {device.type}"
     # AMD's numbers have a different meaning, and no known lower bound.
-    capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
+    if not torch.version.hip and (capability := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {capability}, which is below 8.0"
-    return None
+    return ""
 
 
 def installed() -> str | None:

@@ -169,7 +169,7 @@ def _launch(
     launcher.launch(kernel, len(table.tiles), [table.rows, table.tiles, *beside], constants)
 
 
-# The kernels of `base.Kernels`.
+# The kernels of `backend.Kernels`.
 
 
 def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:

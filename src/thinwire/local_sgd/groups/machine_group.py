@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from thinwire.comm import Description, Message, Transport, Work, gather_bytes, gather_numbers
+from thinwire.comm import Description, Message, Transport, Work, gather_numbers, gather_values
 from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import CombinedWork, CompletedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
@@ -129,7 +128,7 @@ def in_all_processes(action: Callable[[], Any], group: Group) -> Any:
 def _results(result: Any, failure: BaseException | None, inside: Transport) -> list[Any]:
     """Return the plain results of all processes of a member, or raise one's error. Collective."""
     own = [result] if failure is None else [type(failure).__name__, str(failure)]
-    everyone = [json.loads(data) for data in gather_bytes(json.dumps(own).encode(), inside, PURPOSE)]
+    everyone = gather_values(own, inside, PURPOSE)
     if failure is not None:
         raise failure
     for rank, (kind, *message) in enumerate(everyone):
@@ -145,13 +144,12 @@ def described_together(own: Description, group: Group) -> Description:
     if inside.size == 1:
         return {"a member": "of 1 process", **own}
     kind = "each with a part of the model" if group.has_parts else "each with the whole model"
-    everyone = gather_bytes(json.dumps(own).encode(), inside, "what the processes of a member hold")
-    described = {"a member": f"of {inside.size} processes, {kind}", **json.loads(everyone[0])}
-    for rank, data in enumerate(everyone):
-        of_one = json.loads(data).items()
-        described |= {
-            f"{key} (on its process {rank})": text for key, text in of_one if described.get(key) != text
-        }
+    everyone = gather_values(own, inside, "what the processes of a member hold")
+    described = {"a member": f"of {inside.size} processes, {kind}", **everyone[0]}
+    for rank, description in enumerate(everyone):
+        for key, text in description.items():
+            if described.get(key) != text:
+                described[f"{key} (on its process {rank})"] = text
     return described
 
 

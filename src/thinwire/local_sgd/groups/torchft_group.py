@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from thinwire.checks import number
+from thinwire.comm.agreement import logged_if_slow
 from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.local_job import LAUNCHER
@@ -173,13 +173,8 @@ class TorchftGroup(Group):
     def start_quorum(self) -> None:
         give_up_at = time.monotonic() + self.wait_seconds
         words = "has waited %g s for the other members at the lighthouse %s, whose page lists who has joined"
-        alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
-        alarm.daemon = True
-        alarm.start()
-        try:
+        with logged_if_slow(PATIENCE_SECONDS, logger, words, PATIENCE_SECONDS, self._lighthouse):
             self._ask(give_up_at)
-        finally:
-            alarm.cancel()
         failed = self._manager.errored()
         cause = None if failed is None else failed.original_exception
         if isinstance(cause, StateError):  # this member's own error: another quorum would not help
