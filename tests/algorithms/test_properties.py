@@ -61,10 +61,7 @@ def algorithms(draw: st.DrawFn) -> Algorithm:
 def test_the_telescoping_identity(
     layout: list[tuple[ParameterSpec, ...]], algorithm: Algorithm, num_workers: int, exponent: int
 ) -> None:
-    """Sum of results + final mean error = sum of true means; all workers agree to the bit.
-
-    And each sends what the plan says, after the warm-up.
-    """
+    """Sum of results + final mean error = sum of true means; all agree to the bit, and send as planned."""
     simulation = Simulation(algorithm, layout, num_workers=num_workers)
     true = [
         torch.zeros(sum(parameter.numel for parameter in bucket), dtype=torch.float64) for bucket in layout

@@ -116,11 +116,7 @@ def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> No
 )
 @in_each_process(2)
 def test_hooks_with_state(name: str) -> None:
-    """In several buckets on Gloo, and with memory in fp32 whatever the wrapper (FACTS 1, 2 and 10).
-
-    Torch's hook issues collectives from callbacks, in no order; its batched one fails at the first step that
-    it compresses.
-    """
+    """In several buckets on Gloo, and with memory in fp32 whatever the wrapper (FACTS 1, 2 and 10)."""
     state = new_state()
     assert are_alike(gradients_of(hooked(state, hook_named(name)), range(4)))
     assert state.stats().steps == 4

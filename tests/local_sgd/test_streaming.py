@@ -193,10 +193,7 @@ def test_a_delayed_averaging_is_waited_for_when_it_is_due_and_no_sooner(
 
 @in_each_member(2)
 def test_fragments_are_averaged_one_after_another(member: Member) -> None:
-    """Alternating PowerSGD takes each side in turn of every fragment; error memory is by parameter.
-
-    Nobody trains: all that is averaged is what members differ in at the start, and its residual.
-    """
+    """Alternating PowerSGD takes each side in turn. Nobody trains: members differ only at the start."""
     algorithm = PowerSGD(matrix_rank=2, alternating=True, min_compression_ratio=1)
     streaming = Streaming(fragments=3, delay_steps=1, local_weight=0.0)
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.0)

@@ -245,10 +245,7 @@ def test_memory_is_as_it_was_and_agreeing_members_go_on() -> None:
 
 @in_each_process(2)
 def test_unlike_buckets_are_refused_before_any_message() -> None:
-    """Though the first ones are alike: all that are new are compared before one is sent.
-
-    DDP obeys the size from the first step on only if there may be unused parameters.
-    """
+    """Though the first ones are alike: all that are new are compared before one is sent."""
     cap = 0.005 if is_odd() else 0.0001
     model, sync = attached(ddp={"bucket_cap_mb": cap, "find_unused_parameters": True})
     words = "bucket 1 with 2.weight, process 1 has bucket 1 with 0.bias, 2.weight"

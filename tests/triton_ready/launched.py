@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -65,11 +66,9 @@ class Compiling:
         return launch
 
 
-def average(
-    algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, members: int = 2, **settings: Any
-) -> None:
+def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **settings: Any) -> None:
     """Average two steps, of which the first has no residual; nothing is computed."""
-    engine = Engine(algorithm, Alike(members), settings=Settings(host_check=False, **settings))
+    engine = Engine(algorithm, Alike(), settings=Settings(host_check=False, **settings))
     specs = tuple(ParameterSpec.of(name, torch.empty(256, columns, dtype=dtype)) for name in "ab")
     for _ in range(2):
         engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))])
@@ -97,10 +96,9 @@ def main(architecture: int, ranks: list[int], all_bits: list[int]) -> None:
                 average(TopK(density=1 / 30), dtype, columns=columns, **scaled)
                 for bits in all_bits:
                     average(Quantize(bits=bits), dtype, columns=columns)
-            for bits in all_bits:
-                kept = Quantize(bits=bits, error_feedback=True, rounding="stochastic")
-                for members in (2, 3):
-                    average(kept, dtype, members=members, **scaled)
+            for bits, members in product(all_bits, (2, 3)):
+                with patch.object(Alike, "size", members):
+                    average(Quantize(bits=bits, error_feedback=True, rounding="stochastic"), dtype, **scaled)
     print(json.dumps(sorted(set(Compiling.compiled))))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -77,13 +78,9 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     assert are_equal(*means)
     assert torch.equal(*lost)
     other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
-    of_others, of_two = ([other], lost[0]), ([coded, other], None)
-    for dtype, scale, (messages, remainder) in (
-        (torch.float32, None, of_others),
-        (torch.float16, torch.tensor(3.0), of_others),
-        (torch.float16, torch.tensor(3.0), of_two),
-    ):
-        kept = []
+    types, kinds = ((torch.float32, None), (torch.float16, torch.tensor(3.0))), ([other], [coded, other])
+    for (dtype, scale), messages in product(types, kinds):
+        kept, remainder = [], lost[0] if len(messages) == 1 else None
         for kernels in (TRITON, PYTORCH):
             values = flat.clone()
             gradients = values.to(dtype)  # in fp32 the same memory

@@ -29,8 +29,7 @@ BLOCK_UNIT = 16
 # the last block of a parameter is sent whole.
 MAX_BLOCK = 4096
 OF_THE_MEAN = -1
-# So many members exchange all codes: as many bytes as codes and a coded mean of shares. Among more it would be
-# more bytes.
+# So many members exchange all codes. Among more it would be more bytes than codes and coded means of shares.
 PAIR = 2
 
 

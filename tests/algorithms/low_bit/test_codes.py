@@ -164,9 +164,7 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     lost = torch.zeros(own.stop - own.start, block)
     lost[0] = 1
     # Two members: of what one alone keeps, the mean has half.
-    item = ResidualArgs(
-        [mine], blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0)
-    )
+    item = ResidualArgs([mine], blocks, codebook, flat.half(), flat, mine, lost, own, torch.tensor(4.0))
     kept = [kernels.decode_and_keep(item._replace(values=flat.clone())) for kernels in (compiled, plain)]
     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
     expected = flat - item.flat.double()
