@@ -73,8 +73,8 @@ def test_an_algorithm_without_error_pays_all_in_its_first_step(
     before = owed(simulation)
     assert before.norm() > 0
     switch(simulation, algorithm)
-    tolerance = torch.finfo(dtype).eps
-    torch.testing.assert_close(pay(simulation, dtype, steps=1), before, rtol=tolerance, atol=tolerance)
+    once = 1.01 * torch.finfo(dtype).eps / 2  # the mean is rounded, and nothing before it
+    torch.testing.assert_close(pay(simulation, dtype, steps=1), before, rtol=once, atol=0)
     assert owed(simulation).norm() == 0
 
 

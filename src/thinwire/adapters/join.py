@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -94,7 +93,11 @@ def join(
             # Undone for parameters that are frozen or replaced inside the context, too, and for one shared by
             # two models, which still belongs to the outer context.
             scale = counter.scale, model.process_group.size()
-            entered.enter_context(patch.dict(contributor_scales, dict.fromkeys(model.parameters(), scale)))
+            counted: dict[torch.Tensor, tuple[torch.Tensor, int]] = dict.fromkeys(model.parameters(), scale)
+            outer = {it: contributor_scales[it] for it in counted if it in contributor_scales}
+            entered.callback(lambda: contributor_scales.update(outer))
+            entered.callback(lambda: [contributor_scales.pop(parameter) for parameter in counted])
+            contributor_scales.update(counted)
             entered.enter_context(Join([counter, model], *options))
         else:
             divide = divide_by_initial_world_size

@@ -38,10 +38,11 @@ from thinwire.kernels.triton.compiled_levels import drawn, level_of, nearest, un
 # and residuals: codes start at any even byte.
 ONE_KERNEL = {
     "do_not_specialize": [
-        "stride", "sent_stride", "received_stride", "share", "tiles", "count", "own", "until", "members",
+        "stride", "other_stride", "sent_stride", "received_stride", "share", "tiles", "count", "own", "until",
+        "members",
     ],
     "do_not_specialize_on_alignment": [
-        "starts", "lengths", "keys", "bases", "owners", "levels", "message", "sent", "received",
+        "starts", "lengths", "keys", "bases", "owners", "levels", "message", "other", "sent", "received",
     ],
 }  # fmt: skip
 
