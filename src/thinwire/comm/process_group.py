@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
-from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -369,9 +368,13 @@ def control_transport(ranks: Sequence[int]) -> Transport:
 
 def over_connections(interface: str, number: int) -> ProcessGroupTransport:
     """Return a new Gloo group of all processes, with `number` connections between any two. Collective."""
-    # Gloo reads the variable when a group is made.
-    with patch.dict(os.environ, GLOO_SOCKET_IFNAME=",".join([interface] * number)):
+    # Gloo reads the variable when a group is made. No other changes: threads may be reading them.
+    before = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * number)
+    try:
         return ProcessGroupTransport(dist.new_group(backend="gloo"))
+    finally:
+        os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
 def own_subgroup(
