@@ -7,7 +7,8 @@ One step, with buckets `a` (the last layers; ready first) and `b` (the first lay
     forward pass       first layers are read: waits for b's means, steps b's parameters
                        last layers are read: a's means have arrived by now; steps a's parameters
 
-With more buckets, some means are sent during the backward pass already (`SENT_EARLY`).
+With more buckets, some means are sent during the backward pass already (`SENT_EARLY`). Each of two ranks
+sends the other half of its codes in place of means.
 
 Known as DeAR (Zhang et al., ICDCS 2023): reduce-scatter during the backward pass, all-gather during the next
 forward pass. Each layer uses the same weights as with `attach`.
