@@ -48,7 +48,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
         f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
         "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
     )
-    with logged_if_slow(PATIENCE_SECONDS, logger, warning):
+    with said_if_slow(PATIENCE_SECONDS, logger.warning, warning):
         # A gather, not an all-reduce: it must not be matched with another member's all-reduce.
         own = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(transport.control_device)
         rows = own.new_empty(transport.size, len(fingerprint))
@@ -61,11 +61,11 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
 
 
 @contextmanager
-def logged_if_slow(seconds: float, logger: logging.Logger, *warning: object) -> Iterator[None]:
-    """Log a warning if this context takes longer than some seconds."""
-    # A separate timer, which logs what is happening: a group's timeout may be half an hour. A daemon thread:
+def said_if_slow(seconds: float, say: Callable[..., object], *warning: object) -> Iterator[None]:
+    """Say a warning if this context takes longer than some seconds."""
+    # A separate timer, which says what is happening: a group's timeout may be half an hour. A daemon thread:
     # a process that ends meanwhile must not wait for it.
-    alarm = threading.Timer(seconds, logger.warning, warning)
+    alarm = threading.Timer(seconds, say, warning)
     alarm.daemon = True
     alarm.start()
     try:

@@ -29,6 +29,7 @@ from thinwire.adapters.ddp_model import hook_of, num_trained
 from thinwire.adapters.setup import live_objects, log_start, trains
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
+from thinwire.comm.agreement import said_if_slow
 from thinwire.errors import AttachError, ThinwireError
 from thinwire.preload.options import VARIABLE, Options, averaging_of
 from thinwire.preload.strict import note_averaged
@@ -209,13 +210,8 @@ class _BeforeFirstPass:
             f"process {dist.get_rank()} has waited {PATIENCE_SECONDS:g} s for the others to begin a training "
             "pass, too; a pass that one process makes alone, such as a check, must be in torch.no_grad()"
         )
-        alarm = threading.Timer(PATIENCE_SECONDS, _say, [words])
-        alarm.daemon = True
-        alarm.start()
-        try:
+        with said_if_slow(PATIENCE_SECONDS, _say, words):
             differs = self._votes.cast("first pass", problem, PASS_SECONDS)
-        finally:
-            alarm.cancel()
         if differs and sync is not None:
             sync.detach()  # some processes could not attach
         if (differs or problem) and problem != BY_ITSELF:

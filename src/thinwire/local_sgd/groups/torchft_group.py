@@ -16,7 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from thinwire.checks import number
-from thinwire.comm.agreement import logged_if_slow
+from thinwire.comm.agreement import said_if_slow
 from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.local_job import LAUNCHER
@@ -173,7 +173,7 @@ class TorchftGroup(Group):
     def start_quorum(self) -> None:
         give_up_at = time.monotonic() + self.wait_seconds
         words = "has waited %g s for the other members at the lighthouse %s, whose page lists who has joined"
-        with logged_if_slow(PATIENCE_SECONDS, logger, words, PATIENCE_SECONDS, self._lighthouse):
+        with said_if_slow(PATIENCE_SECONDS, logger.warning, words, PATIENCE_SECONDS, self._lighthouse):
             self._ask(give_up_at)
         failed = self._manager.errored()
         cause = None if failed is None else failed.original_exception
