@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Hashable, Iterable
 from numbers import Integral, Real
@@ -67,6 +68,13 @@ def number(name: str, value: object, *, minimum: float) -> float:
         if plain >= minimum:
             return plain
     raise ConfigError(f"{name} must be a number of at least {minimum}, got {value!r}")
+
+
+def positive(name: str, value: object) -> float:
+    """Return a value as a float, if it is a finite number above 0."""
+    if isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf:
+        return float(value)
+    raise ConfigError(f"{name} must be above 0 and finite, got {value!r}")
 
 
 def true_or_false(name: str, value: object) -> bool:

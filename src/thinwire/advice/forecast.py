@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +20,7 @@ from thinwire.advice.prediction import checked_budget, checked_gain, checked_ste
 from thinwire.advice.priced_steps import PricedSteps
 from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark, mean_over_processes
 from thinwire.advice.trained import notes_on_optimizer, optimizer_name, training_of
-from thinwire.checks import number
+from thinwire.checks import positive
 from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import AttachError, ConfigError
 from thinwire.launch import group_of_one
@@ -88,8 +87,7 @@ def advise(
     name = optimizer_name(optimizer)
     budget_loss, least_gain = checked_budget(budget_loss), checked_gain(least_gain)
     total_steps = checked_steps(total_steps)
-    if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
-        raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
+    budget_seconds = positive("budget_seconds", budget_seconds)
     if not isinstance(probe, Probe | None):
         raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
     module, device = _trainable(model)

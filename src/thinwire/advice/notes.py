@@ -19,7 +19,8 @@ def notes_on_losses(optimizer: str | None, total_steps: int | None) -> Iterator[
         yield f"No loss gap was measured with {optimizer}, only with {known}: the largest of them counts."
     if total_steps is None:
         few_bits = "Few bits lose more in short runs, and this run's length is unknown"
-        yield f"{few_bits} (--steps, total_steps=): losses are those of the shortest runs that were measured."
+        hint = "advise --steps, auto(total_steps=…)"
+        yield f"{few_bits} ({hint}): losses are those of the shortest runs that were measured."
 
 
 def notes_on_size(training: Training) -> Iterator[str]:

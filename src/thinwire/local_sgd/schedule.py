@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.checks import number, shown, true_or_false, whole_count
+from thinwire.checks import number, positive, shown, true_or_false, whole_count
 from thinwire.errors import ConfigError
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite, checked_scaler
 
@@ -126,8 +125,7 @@ class Schedule:
                 )
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
         if self.every_seconds is not None:
-            if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
-                raise ConfigError(f"every_seconds must be above 0 and finite, got {self.every_seconds!r}")
+            positive("every_seconds", self.every_seconds)
             if delay_steps:
                 raise ConfigError(
                     f"delay_steps={delay_steps} can't be combined with every_seconds, in which members make "

@@ -13,6 +13,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
+from thinwire.checks import positive
 from thinwire.comm import ProcessGroupTransport, Work, agree, gather_numbers, gather_values
 from thinwire.comm.machines import ranks_by_machine
 from thinwire.comm.process_group import over_connections
@@ -62,8 +63,7 @@ def probe(
         AgreementError: The processes have been given different arguments.
         CommunicationError: The backend failed.
     """
-    if not budget_seconds > 0:
-        raise ConfigError(f"budget_seconds must be above 0, got {budget_seconds}")
+    budget_seconds = positive("budget_seconds", budget_seconds)
     transport = ProcessGroupTransport(group, device)
     if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
