@@ -50,11 +50,14 @@ def inlined(function: Function) -> Function:
 
 def _keyed_by_sources(dispatcher: Any) -> Any:
     # Numba has no public API for the stamp that it compares; if it is gone, `dispatch` does without Numba.
-    # File names change too: old files may name types that are gone, and Numba could not read them.
+    # File names change too: old files may name types that are gone, and Numba could not read them. Kinds of
+    # processors that share a home have separate files: if two wrote at once, one could load the other's code.
     file = dispatcher._cache._cache_file
     file._source_stamp = SOURCES
-    file._index_path = file._index_path.replace(".nbi", f".{SOURCES[:8]}.nbi")
-    file._data_name_pattern = file._data_name_pattern.replace(".{", f".{SOURCES[:8]}.{{")
+    processor = dispatcher.targetctx.codegen().magic_tuple()
+    key = sha256(repr((SOURCES, processor)).encode()).hexdigest()[:8]
+    file._index_path = file._index_path.replace(".nbi", f".{key}.nbi")
+    file._data_name_pattern = file._data_name_pattern.replace(".{", f".{key}.{{")
     for name in ("load_overload", "save_overload"):
         setattr(dispatcher._cache, name, _if_possible(getattr(dispatcher._cache, name)))
     return dispatcher
