@@ -167,6 +167,9 @@ def test_a_machine_without_loopback_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "eth0")])
     with pytest.raises(ConfigError, match=r"this machine has no loopback interface, .* it has eth0"):
         LocalJob(["true"], 2)
+    monkeypatch.delattr(signal, "SIGHUP")
+    with pytest.raises(ConfigError, match="Windows lacks the signals"):
+        LocalJob(["true"], 2)
 
 
 def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +256,7 @@ while not (folder / "done").exists():
         wait_for(lambda: all(map(os.path.islink, ports)))
         of_each = started(tmp_path)
         assert len(of_each) == 2
-        if how == "done":
-            (tmp_path / "done").touch()
-        else:
-            os.kill(command.pid, signal.Signals[how])
+        (tmp_path / "done").touch() if how == "done" else os.kill(command.pid, signal.Signals[how])
         assert command.wait() == exit_code
         # Of a command that was killed nobody asks them to end.
         wait_for(lambda: how != "SIGKILL" or not alive(tmp_path))

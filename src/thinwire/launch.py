@@ -160,6 +160,10 @@ class Job:
         passes_signals_on: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        if not hasattr(signal, "SIGHUP"):
+            raise ConfigError(
+                "Windows lacks the signals that end processes of a job; use WSL, or start each yourself"
+            )
         self.processes: list[Any] = []  # each a Process, or several as one
         self.failure: str | None = None  # how the first failed process ended
         self.received: int | None = None  # the signal that has asked the job to end

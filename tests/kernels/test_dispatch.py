@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -32,22 +32,15 @@ def test_numba_serves_fp32_one_thread_and_small_matrix_ranks() -> None:
     assert served_by_torch(torch.ones(8, 8), 5)
     assert served_by_torch(torch.ones(8, 8).double(), 4)
     assert served_by_torch(torch.ones(8, 8, device="meta"), 4)
-    torch.set_num_threads(2)
-    try:
+    with patch("torch.get_num_threads", lambda: 2):
         assert served_by_torch(torch.ones(8, 8), 3)
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.fixture
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process."""
-    asked = (
-        dispatch._load_numba,
-        dispatch._first_that_serves,
-        triton_limits.why_unusable,
-        triton_limits._why_out_of_reach,
-    )
+    of_triton = triton_limits.why_unusable, triton_limits._why_out_of_reach
+    asked = dispatch._load_numba, dispatch._first_that_serves, *of_triton
     monkeypatch.setattr(accelerators, "warned", set())
     for found in asked:
         found.cache_clear()
@@ -58,12 +51,18 @@ def nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_told")
 @needs_numba
-@pytest.mark.parametrize("error", [ImportError("needs another NumPy"), RuntimeError("no locator available")])
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (ImportError("needs another NumPy"), r"pip install '\.\[numba\]'"),
+        (RuntimeError("no locator available"), "set NUMBA_CACHE_DIR"),
+    ],
+)
 def test_a_numba_that_does_not_work_is_told_and_products_taken(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "import_module", Mock(side_effect=error))
-    with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).*pip install '\.\[numba\]'"):
+    with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).*{fix}"):
         assert served_by_torch(torch.ones(8, 8), 3)
     assert served_by_torch(torch.ones(8, 8), 3)  # and is not told again
 

@@ -40,14 +40,9 @@ def group_of(shape: tuple[int, int], matrix_rank: int = 3, seed: int = 0, offset
 def test_a_step_is_that_of_float64(
     shape: tuple[int, int], scale: float | None, basis_is_left: bool, matrix_rank: int
 ) -> None:
+    left, all_owe = basis_is_left, matrix_rank != 3  # else products serve
     check_a_step(
-        NUMBA,
-        [shape],
-        matrix_rank,
-        scale=scale,
-        projects_first=basis_is_left,
-        basis_is_left=basis_is_left,
-        all_owe=matrix_rank != 3,  # else products serve
+        NUMBA, [shape], matrix_rank, scale=scale, projects_first=left, basis_is_left=left, all_owe=all_owe
     )
 
 
@@ -96,6 +91,12 @@ def test_what_was_compiled_of_other_sources_is_not_used(
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     assert [cache_hits(), cache_hits()] == [0, 1]
     monkeypatch.setattr(compiler, "SOURCES", "others")
+    assert cache_hits() == 0
+    monkeypatch.setattr("numba.core.codegen.CPUCodegen.magic_tuple", lambda _: ("another", "", ""))
+    assert [cache_hits(), len([*tmp_path.rglob("*.nbi")])] == [0, 3]
+    for index in tmp_path.rglob("*.nbi"):  # that can be neither read nor written
+        index.unlink()
+        index.mkdir()
     assert cache_hits() == 0
 
 

@@ -77,15 +77,17 @@ def numba_on_one() -> None:
         ddp_step()
 
 
+def more_threads_on_one() -> None:
+    with patch("torch.get_num_threads", lambda: 1 + is_odd()):
+        ddp_step(PowerSGD(matrix_rank=5))  # Numba has no kernels for it
+
+
 def eigenvectors_of_another_processor() -> None:
     eigh = torch.linalg.eigh
     flipped = Mock(side_effect=lambda matrix: SimpleNamespace(eigenvectors=-eigh(matrix).eigenvectors))
-    dispatch._bits_of_some.cache_clear()
-    try:
-        with patch("torch.linalg.eigh", flipped if is_odd() else eigh):
-            ddp_step(Quantize(bits=4, eigenbasis="*"))
-    finally:
-        dispatch._bits_of_some.cache_clear()
+    uncached = patch.object(dispatch, "_bits_of_some", dispatch._bits_of_some.__wrapped__)
+    with uncached, patch("torch.linalg.eigh", flipped if is_odd() else eigh):
+        ddp_step(Quantize(bits=4, eigenbasis="*"))
 
 
 def other_hook_in_a_new_group() -> None:
@@ -120,10 +122,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "process 0 has start_localSGD_iter 1, process 1 has start_localSGD_iter 2",
     ),
     "another version": (another_version, "process 1 has thinwire 9.9.9"),
-    "another processor's eigenvectors": (
-        eigenvectors_of_another_processor,
-        "process 0 has kernels of PyTorch",
-    ),
+    "other eigenvectors": (eigenvectors_of_another_processor, "process 0 has kernels of PyTorch"),
+    "more threads on one": (more_threads_on_one, "with 2 threads (OMP_NUM_THREADS), products"),
 }
 if find_spec("numba") is not None:  # else none has it
     words = f"process 0 has kernels of Numba {version('numba')}, process 1 has kernels of PyTorch"

@@ -17,7 +17,7 @@ from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit,
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.backend import MeanArgs, ResidualArgs
-from thinwire.kernels.dispatch import all_finite, code_kernels_for, name_of_eigenvectors
+from thinwire.kernels.dispatch import all_finite, code_kernels_for, name_of_results
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -174,7 +174,7 @@ class QuantizePlan(BucketPlan):
 
     def kernels(self, device: torch.device) -> set[str]:
         # Every member computes the eigenbasis from the same means, so all must find the same vectors.
-        return set() if self.eigenbasis is None else {name_of_eigenvectors(device)}
+        return set() if self.eigenbasis is None else {name_of_results("eigenvectors", device)}
 
     def on_state_loaded(self, memory: Memory) -> str:
         if self.eigenbasis is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import cast
+from typing import Literal, cast
 from zlib import crc32
 
 import torch
@@ -45,10 +45,13 @@ def _load_numba() -> Tables | None:
         return cast("Tables", import_module("thinwire.kernels.numba.tables").TABLES)
     # Import errors; no folder for Numba's cache; and unknown internals of that cache.
     except (ImportError, RuntimeError, AttributeError) as error:
+        # As in a container without a home: Numba finds no folder in which this user can write.
+        fix = "pip install '.[numba]' in a clone of Thinwire"
+        if "no locator available" in str(error):
+            fix = "set NUMBA_CACHE_DIR to a folder that this process can write"
         warnings.warn(
-            f"Numba is installed but can't be used ({error}): low-rank arithmetic uses PyTorch's matrix "
-            "products, about half as fast on one thread; to fix this, pip install '.[numba]' in a clone of "
-            "Thinwire",
+            f"Numba is installed but can't be used ({error}): PyTorch's arithmetic is used, about half as "
+            f"fast on one thread; to fix this, {fix}",
             stacklevel=2,
         )
         return None
@@ -125,24 +128,29 @@ def entry_kernels_for(like: torch.Tensor, layout: EntryLayout) -> EntryKernels:
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
     """Return the backend's name, version and kind of device: if these differ, the last bits may differ."""
-    return _name_of(_serving(like, matrix_rank)[0], like.device)
+    backend, device = _serving(like, matrix_rank)[0], like.device
+    is_by_threads = backend is TORCH and device.type == "cpu"
+    return name_of_results("products", device) if is_by_threads else _name_of(backend, device)
 
 
-def name_of_eigenvectors(device: torch.device) -> str:
-    """Return the same for PyTorch's products and eigenvectors, with a sum of some of their bits."""
+def name_of_results(kind: Literal["products", "eigenvectors"], device: torch.device) -> str:
+    """Return the same for PyTorch's products or eigenvectors, with a sum of some of their bits."""
     threads = torch.get_num_threads()
-    return f"{_name_of(TORCH, device)} with {threads} threads, eigenvectors {_bits_of_some(device, threads)}"
+    some = f"{kind} {_bits_of_some(kind, device, threads)}"
+    return f"{_name_of(TORCH, device)} with {threads} threads (OMP_NUM_THREADS), {some}"
 
 
 @cache
-def _bits_of_some(device: torch.device, threads: int) -> str:
+def _bits_of_some(kind: str, device: torch.device, threads: int) -> str:
     # The kind of a processor decides how its library multiplies. Where eigenvalues are close, other last bits
     # turn eigenvectors by any angle: rank 0, on an AMD, would decode directions that rank 1, on an Intel, has
     # not sent. The name has the number of threads, which decides, too; here it is only the cache's key.
     rows, columns = (torch.arange(side, device=device, dtype=torch.float32) for side in (512, 2048))
     matrix = torch.outer(rows, columns).remainder(251) / 251
-    eigenvectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors.cpu()
-    return f"{crc32(bytes(eigenvectors.flatten().view(torch.uint8).tolist())):08x}"
+    results = matrix @ matrix.T
+    if kind == "eigenvectors":
+        results = torch.linalg.eigh(results).eigenvectors
+    return f"{crc32(bytes(results.cpu().flatten().view(torch.uint8).tolist())):08x}"
 
 
 def _name_of(backend: Backend, device: torch.device) -> str:

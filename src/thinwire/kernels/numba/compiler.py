@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -49,12 +50,27 @@ def inlined(function: Function) -> Function:
 
 def _keyed_by_sources(dispatcher: Any) -> Any:
     # Numba has no public API for the stamp that it compares; if it is gone, `dispatch` does without Numba.
-    # File names change too: old files may name types that are gone, and Numba could not read them.
+    # File names change too: old files may name types that are gone, and Numba could not read them. Kinds of
+    # processors that share a home have separate files: if two wrote at once, one could load the other's code.
     file = dispatcher._cache._cache_file
     file._source_stamp = SOURCES
-    file._index_path = file._index_path.replace(".nbi", f".{SOURCES[:8]}.nbi")
-    file._data_name_pattern = file._data_name_pattern.replace(".{", f".{SOURCES[:8]}.{{")
+    processor = dispatcher.targetctx.codegen().magic_tuple()
+    key = sha256(repr((SOURCES, processor)).encode()).hexdigest()[:8]
+    file._index_path = file._index_path.replace(".nbi", f".{key}.nbi")
+    file._data_name_pattern = file._data_name_pattern.replace(".{", f".{key}.{{")
+    for name in ("load_overload", "save_overload"):
+        setattr(dispatcher._cache, name, _if_possible(getattr(dispatcher._cache, name)))
     return dispatcher
+
+
+def _if_possible(use_files: Callable[..., Any]) -> Callable[..., Any]:
+    def use_or_leave(*arguments: Any) -> Any:
+        # On a full disk, with others' files or after a power cut, only compile: without it one rank's first
+        # step would fail.
+        with suppress(OSError, EOFError):
+            return use_files(*arguments)
+
+    return use_or_leave
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
