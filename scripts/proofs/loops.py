@@ -110,6 +110,9 @@ def lightning() -> None:
             losses.append(loss.item())
             return loss
 
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.model(batch)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -128,7 +131,8 @@ def lightning() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(rows(), batch_size=4))
+    loader = torch.utils.data.DataLoader(rows(), batch_size=4)
+    trainer.fit(Module(), loader, loader)
     show(losses, trainer.global_rank)
 
 

@@ -413,20 +413,14 @@ def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
 # A model that changes after it was wrapped
 
 
-REPLACED = "0.weight was replaced (as by load_state_dict(assign=True))"
+REPLACED, CONVERTED = "0.weight was replaced (as by load_state_dict(assign=True))", "the model was converted"
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "converted": (lambda model: model.to(torch.bfloat16), "the model was converted"),
-    "converted back": (lambda model: model.bfloat16().float(), "the model was converted"),
-    "in another memory format": (
-        lambda model: model.to(memory_format=torch.channels_last),
-        "the model was converted",
-    ),
+    "converted": (lambda model: model.to(torch.bfloat16), CONVERTED),
+    "converted back": (lambda model: model.bfloat16().float(), CONVERTED),
+    "in another memory format": (lambda model: model.to(memory_format=torch.channels_last), CONVERTED),
     "a layer more": (lambda model: model.module.append(nn.Conv2d(8, 8, 1)), "3.weight is trained, but DDP"),
     "another layer": (lambda model: model.module.__setitem__(0, nn.Linear(24, 48)), REPLACED),
-    "another parameter": (
-        lambda model: setattr(model.module[0], "weight", nn.Parameter(model.module[0].weight.detach())),
-        REPLACED,
-    ),
+    "another weight": (lambda m: setattr(m.module[0], "weight", nn.Parameter(torch.ones(48, 24))), REPLACED),
     "loaded": (lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True), REPLACED),
 }
 
@@ -448,6 +442,10 @@ def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: str
         with refused(thinwire.StepError, words):
             model(inputs)
         assert sync.stats().steps == steps
+        sync.detach()
+        if words == REPLACED:
+            with refused(thinwire.AttachError, words):
+                thinwire.attach(model, POWER)
 
 
 @in_each_process(2)

@@ -28,6 +28,7 @@ def main() -> None:
     if "hook" in sys.argv:
         model.register_comm_hook(None, fp16_compress_hook)
     model.train("eval" not in sys.argv)
+    model.training &= "validated" not in sys.argv  # as Lightning's validation leaves the DDP model
     model.require_backward_grad_sync = "no_sync" not in sys.argv  # without it, as Composer's forced_sync
     model.requires_grad_("replicate" in sys.argv)(torch.zeros(1, 64))  # as CycleGAN's discriminators
     model.requires_grad_(True)

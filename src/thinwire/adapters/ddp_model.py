@@ -248,6 +248,9 @@ def check_attachable(model: DistributedDataParallel) -> None:
         raise AttachError(
             f"{words}; build it without mixed_precision, and use torch.autocast or the algorithm's wire_dtype"
         )
+    names, known = names_in(model), set(ddp_parameters(model))
+    if any(parameter.requires_grad and parameter not in names for parameter in known):
+        raise AttachError(_replaced(next((n for p, n in names.items() if p not in known), "a parameter")))
     built_with = ddp_logging_data(model).get("dtypes", "").split(", ")
     trained = {parameter.dtype for parameter in ddp_parameters(model) if parameter.requires_grad}
     if all(REDUCERS_NAMES.get(dtype, built_with[0]) not in built_with for dtype in trained):
@@ -413,11 +416,7 @@ class _Guard:
             # `torch.func.functional_call` may replace a parameter by a tensor computed from it.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
                 if name in self._names:
-                    raise StepError(
-                        f"{name} was replaced (as by load_state_dict(assign=True)) after DDP was built, so "
-                        "DDP does not average its gradient; load or replace first, then build a new DDP "
-                        "model and attach it"
-                    )
+                    raise StepError(_replaced(name))
                 raise unaveraged(name)
         self._learn(model)
 
@@ -440,6 +439,13 @@ def _refuse_to_train_copy(state: None, bucket: GradBucket) -> Future[torch.Tenso
     raise AttachError(
         "this DDP model is a copy without the communication hook, so it would train uncompressed; copy the "
         "original again, and call attach(copied_model, …) before the copy's first step"
+    )
+
+
+def _replaced(name: str) -> str:
+    return (
+        f"{name} was replaced (as by load_state_dict(assign=True)) after DDP was built, so DDP does not "
+        "average its gradient; load or replace first, then build a new DDP model and attach it"
     )
 
 

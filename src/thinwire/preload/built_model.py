@@ -196,7 +196,9 @@ class _BeforeFirstPass:
     @not_compiled
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
         # Evaluation may run on one process only. A discriminator is frozen while its generator trains.
-        if not (model.training and torch.is_grad_enabled() and num_trained(ddp_parameters(model))):
+        # Any part: after a validation, Lightning puts its module back into training mode, but not the DDP.
+        is_training = torch.is_grad_enabled() and any(part.training for part in model.modules())
+        if not (is_training and num_trained(ddp_parameters(model))):
             return
         remove_forward_pre_hooks(model, _BeforeFirstPass)
         _waiting.discard(self._votes)
