@@ -172,7 +172,7 @@ class DDPAdapter:
     def _finish(self, step: Step, *, is_pass: bool) -> None:
         # Finish in the hook's last call, not in a future's callback: those run on separate threads. Rank 0
         # could send messages of step 8 before the last ones of step 7, rank 1 after them: both would wait.
-        for parameter, name in self._buckets.outside:
+        for parameter, name in self._buckets.outside.items():
             if parameter.requires_grad:
                 raise ddp_model.unaveraged(name)
         if not step.finish():
@@ -292,10 +292,9 @@ class DDPBuckets:
         self._states: dict[tuple[int, ...], BucketState] = {}  # by the parameters' ids
         # Keeps the parameters, so that no other object can get one of their ids.
         self._names: dict[torch.Tensor, str] = dict((names or {}).items())
-        self._inside: set[torch.Tensor] = set()
         # Parameters in no bucket so far. DDP makes buckets of the parameters trained when it is built: ones
         # unfrozen later are in none, and would drift apart. Ones frozen later stay in their buckets.
-        self.outside: list[tuple[torch.Tensor, str]] = []
+        self.outside = dict(self._names)
 
     def of(self, parameters: list[torch.Tensor], flat: torch.Tensor) -> BucketState:
         """Return the bucket of some parameters, whose gradients are flat."""
@@ -317,8 +316,8 @@ class DDPBuckets:
                 words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
                 raise ConfigError(f"{words}, which the model did not have in its first step; {ONE_EACH}")
             self._names[parameter] = f"parameter[-{len(self._names) + 1}]"
-        self._inside.update(parameters)
-        self.outside = [(known, name) for known, name in self._names.items() if known not in self._inside]
+        for parameter in parameters:
+            self.outside.pop(parameter, None)
         return tuple(ParameterSpec.of(self._names[parameter], parameter) for parameter in parameters)
 
 

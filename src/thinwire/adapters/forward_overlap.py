@@ -317,7 +317,7 @@ class ForwardAdapter:
                 "without GradScaler, clip with clip_norm=…, or use thinwire.attach"
             )
         step, buckets = self._open, self._started
-        for outside, name in self._buckets.outside:
+        for outside, name in self._buckets.outside.items():
             if outside.requires_grad:
                 raise unaveraged(name)
         for bucket, task in zip(buckets, step.collect(), strict=True):

@@ -111,6 +111,8 @@ class CollectiveScheduler:
         self.tasks: list[Task] = []  # one for each bucket, and perhaps one more
         self.name = name  # the step's
         self.writes = False  # whether any reached commit writes memory
+        # For `commit_early`, which runs in every round: there may be a round for each bucket.
+        self._early: dict[Task, None] = {}
         self._closing: Task | None = None  # the one more, from `close_with`
         self._transport, self._is_pipelined, self._in_turn = transport, pipelined, in_turn
         self._rounds: list[Round] = []  # in flight
@@ -214,6 +216,8 @@ class CollectiveScheduler:
         for task in tasks:
             if isinstance(task.request, Commit):
                 self.writes |= task.request.writes
+                if not task.request.writes:
+                    self._early[task] = None
             elif task.request is not None:
                 waiting.append(task)
         return waiting
@@ -242,12 +246,9 @@ class CollectiveScheduler:
 
     def commit_early(self) -> None:
         """Commit tasks that write no memory after their commit; this overwrites their gradients."""
-        passed = []
-        for task in self.tasks:
-            if task.gate is not None and not task.gate.writes:
-                passed.append(task)
-        if passed:
-            self.commit(passed)
+        early, self._early = self._early, {}
+        if early:
+            self.commit([*early])
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Resume tasks after their commits: they run to their ends and write memory."""
@@ -261,7 +262,7 @@ class CollectiveScheduler:
         """Drop all buckets, so that they write nothing any more."""
         for task in self.tasks:
             task.requests.close()
-        self.tasks, self._closing = [], None  # drops what they have received, too
+        self.tasks, self._early, self._closing = [], {}, None  # drops what they have received, too
         # The rounds stay: sent messages can't be cancelled, and `drain` must wait for them.
 
     def drain(self) -> None:

@@ -34,15 +34,14 @@ def _check_factor(label: str, factor: torch.Tensor, shapes: Mapping[str, tuple[i
     if factor.dim() != 2:
         raise StateError(f"factor of {label} must have 2 dimensions, got shape {tuple(factor.shape)}")
     rows, columns = factor.shape
-    total = sum(math.prod(shape) for shape in shapes.values())
-    if rows == 0 or not _can_have(columns, label, shapes, total):
+    if rows == 0 or not _can_have(columns, label, shapes):
         raise StateError(
             f"factor of {label} has shape {(rows, columns)}, which none of its factors can have; load an "
             "earlier state"
         )
 
 
-def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], total: int) -> bool:
+def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a factor may have this many columns.
 
     They are the rows or columns of a matrix, or the side of a bucket's square.
@@ -50,7 +49,9 @@ def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], t
     first, *last = label.split(BUCKET_SEPARATOR)
     numel = math.prod(shapes[first])
     if last:
-        # A bucket's label names only two parameters: the bucket may have more, up to the whole model.
+        # A bucket's label names only two parameters: the bucket may have more, up to the whole model. Not
+        # summed for a matrix: a state may have thousands of factors.
+        total = sum(map(math.prod, shapes.values()))
         return _side(numel + math.prod(shapes[last[0]])) <= columns <= square(total)[1]
     # Any dimension may be the outermost in memory (channels last); its size is the number of rows.
     sizes = {size for size in shapes[first] if size}
