@@ -317,8 +317,11 @@ def test_of_two_optimizers_both_are_given_or_the_one_that_steps_last(
     assert (local.steps, local.stats().messages) == (4, 2)
 
 
+@pytest.mark.parametrize("change", [0, 1])
 @in_each_member(2)
-def test_entry_gives_all_members_the_first_ones_model(member: Member) -> None:
+def test_frozen_parameters_start_equal_and_their_changes_are_told(
+    member: Member, change: int, caplog: pytest.LogCaptureFixture
+) -> None:
     model: Any = new_model(seed=member.rank)
     model.frozen = nn.Parameter(torch.full((1,), float(member.rank)), requires_grad=False)
     model.register_buffer("unsaved", torch.tensor([member.rank]), persistent=False)
@@ -326,6 +329,10 @@ def test_entry_gives_all_members_the_first_ones_model(member: Member) -> None:
     with member.local(every_steps=1):
         assert member.agreed()
         assert model.frozen.item() == model.unsaved.item() == 0
+        for _ in range(2):  # the loop of a momentum teacher
+            member.train(1)
+            model.frozen.data += change
+    assert ("frozen parameters have changed in the loop: ['frozen']" in caplog.text) == bool(change)
 
 
 @in_each_member(2)

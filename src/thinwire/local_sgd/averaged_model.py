@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from thinwire.torch_private import non_persistent_buffers, uncompiled
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+logger = logging.getLogger(__name__)
+
 WRITTEN = -1  # in place of a checksum: the weights had changed before it could be computed
 
 
@@ -42,6 +45,7 @@ class AveragedModel:
     buffers: bool = True  # whether saved floating buffers are averaged
     optimizers: Sequence[torch.optim.Optimizer] = ()  # in step order: the steps of the last one are counted
     entered: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # see `_identities`; empty before
+    frozen: Mapping[str, float] = field(default_factory=dict)  # see `frozen_norms`; empty once compared
     fragments: Sequence[Fragment] = ()  # in the order in which they are averaged; none before entry
     make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
@@ -142,6 +146,32 @@ class AveragedModel:
     def enter(self, averaged: Iterable[Averaged]) -> None:
         """Record which tensors are averaged from now on."""
         self.entered = _identities(averaged)
+
+    def frozen_norms(self) -> dict[str, float]:
+        """Return the norm of each frozen parameter's values on this process."""
+        norms = {}
+        for parameter, name in names_of(self.module, self.ignored).items():
+            values = local_tensor(parameter.detach())
+            # A quantized tensor, whose class has a dtype of its own, may have no norm.
+            if not parameter.requires_grad and type(values) is torch.Tensor and values.dtype in DTYPES:
+                dtype = torch.promote_types(values.dtype, torch.float32)
+                norms[name] = float(torch.linalg.vector_norm(values, dtype=dtype))
+        return norms
+
+    def compare_frozen(self) -> None:
+        """Warn, once, of frozen parameters that the user's loop has changed since entry.
+
+        Of a momentum teacher, which follows each process's own model (BYOL, DINO, MoCo).
+        """
+        before, self.frozen = self.frozen, {}
+        now = self.frozen_norms() if before else {}
+        if changed := [name for name in now if now[name] != before.get(name, now[name])]:
+            logger.warning(
+                "frozen parameters have changed in the loop: %s; they are never averaged, so processes may "
+                "end with different ones. To average those of a teacher, make them buffers, or leave "
+                "requires_grad=True (out of the optimizer, run under no_grad; not in DDP)",
+                changed[:4],
+            )
 
     def check_unchanged(self) -> None:
         """Raise if the model has other tensors than on entry."""

@@ -187,6 +187,7 @@ class LocalSGD(ModelAverager, Joinable):
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
+        model.frozen = model.frozen_norms()
         self._loaded, self._is_inside = None, True
         log_start(self._engine, (), str(self))
         return self
