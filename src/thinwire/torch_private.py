@@ -8,6 +8,7 @@ public classes that only `torch._C` exports with their types.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -220,11 +221,11 @@ def forget_refused_hook(model: DistributedDataParallel, name_before: str) -> Non
     model.logger._set_comm_hook_name(name_before)  # type: ignore[union-attr]
 
 
-def forget_hooks_in(state: dict[str, Any], package: str) -> None:
-    """Remove the hooks of a package or module from a DDP model's state, before it is pickled."""
-    before = state["_forward_pre_hooks"].items()
-    others = ((number, hook) for number, hook in before if not type(hook).__module__.startswith(package))
-    comm = [(hook, held) for hook, held in state["_comm_hooks"] if not hook.__module__.startswith(package)]
+def forget_hooks_in(state: dict[str, Any]) -> None:
+    """Remove Thinwire's hooks from a DDP model's state, before it is pickled."""
+    ours, before = "thinwire.", state["_forward_pre_hooks"].items()
+    others = ((number, hook) for number, hook in before if not type(hook).__module__.startswith(ours))
+    comm = [(hook, held) for hook, held in state["_comm_hooks"] if not hook.__module__.startswith(ours)]
     state |= {"_comm_hooks": comm, "_forward_pre_hooks": OrderedDict(others)}
 
 
@@ -311,19 +312,24 @@ def fsdp_states(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def call_before_pass(model: DistributedDataParallel, action: Callable[[], bool]) -> None:
-    """Call an action before each pass of a DDP model that `replicate` has made, until it returns True.
+def call_before_pass(model: DistributedDataParallel, action: Callable[[Any], None]) -> None:
+    """Call an action before each pass of a DDP model, until `stop_calling`.
 
-    `replicate` calls only a part of DDP's forward pass, and none of the model's hooks.
+    `model.forward(…)` calls none of the model's hooks; nor does `replicate`, only a part of DDP's forward.
     """
-    original: Callable[..., Any] = model._pre_forward
+    held: Callable[[], Any] = weakref.ref(model)  # without a cycle
 
+    @not_compiled
     def pre_forward(*inputs: Any, **named: Any) -> Any:
-        if action():
-            del model._pre_forward
-        return original(*inputs, **named)
+        action(held())
+        return type(held())._pre_forward(held(), *inputs, **named)
 
     model._pre_forward = pre_forward  # type: ignore[method-assign]
+
+
+def stop_calling(state: dict[str, Any]) -> None:
+    """Undo `call_before_pass` in a model's attributes, or in a copy of them."""
+    state.pop("_pre_forward", None)
 
 
 class FSDPModel:

@@ -115,7 +115,7 @@ def train_in_forked_process(setting: Setting, options: Options) -> tuple[float |
     setting.join_group()
     model = DistributedDataParallel(nn.Linear(64, 64))
     built_model.note_built(model)
-    assert not model.__getstate__()["_forward_pre_hooks"]  # type: ignore[no-untyped-call]
+    assert "_pre_forward" not in model.__getstate__()  # type: ignore[no-untyped-call]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with Join([model]):
         for batch in torch.ones(1 - setting.process_rank, 1, 64):  # none on rank 1
@@ -184,7 +184,7 @@ def test_a_process_on_another_machine_has_nobody_to_tell(monkeypatch: pytest.Mon
     note_averaged()
 
 
-@pytest.mark.parametrize("argument", ["eval", "no_sync", "replicate", "validated"])
+@pytest.mark.parametrize("argument", ["eval", "no_sync", "replicate", "validated", "forward"])
 def test_only_a_model_whose_steps_are_averaged_is_attached(argument: str, tmp_path: Path) -> None:
     environment = Options(ALGORITHM).environment() | {AVERAGED: str(tmp_path / "attached")}
     told = run_processes(FORKED, str(SCRIPT), argument, environment=environment)

@@ -288,14 +288,18 @@ class ThinwireCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
         # A checkpoint of only weights can't be resumed.
-        if self._sync is None or args.save_only_model:
+        if args.save_only_model:
             return
-        if self.local is None:
-            save_local(self._sync, _folder(args, state))
+        folder = _folder(args, state)
+        if self._sync is not None and self.local is None:
+            save_local(self._sync, folder)
             return
-        remembered = self.local.state_dict()  # collective, so on all processes, although one writes
+        remembered = self.local and self.local.state_dict()  # collective, so on all processes, but one writes
         if args.should_save:
-            save(remembered, _folder(args, state) / STATE_NAME)
+            for file in folder.glob("thinwire*.pt"):  # an earlier run's, in a folder of the same name
+                file.unlink()
+            if remembered:
+                save(remembered, folder / STATE_NAME)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **unused: Any

@@ -40,9 +40,7 @@ from thinwire.torch_private import (
     ddp_parameters,
     default_store,
     forget_hooks_in,
-    forward_pre_hooks,
-    not_compiled,
-    remove_forward_pre_hooks,
+    stop_calling,
 )
 from thinwire.version import __version__
 
@@ -59,6 +57,7 @@ if hasattr(os, "register_at_fork"):  # POSIX
     os.register_at_fork(after_in_child=_runs.clear)  # its parent's; it would wait for a step at SIGTERM
 _waiting: set[_Votes] = set()  # one per model without a training pass, deleted or not
 
+_before: weakref.WeakKeyDictionary[DistributedDataParallel, _BeforeFirstPass] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _state_of_ddp = DistributedDataParallel.__getstate__
 _join_hook_of_ddp = DistributedDataParallel.join_hook
@@ -68,15 +67,16 @@ _register_on_ddp = DistributedDataParallel.register_comm_hook
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
     """Return a model's state for pickling and copying, without Thinwire's hooks."""
     state: dict[str, Any] = _state_of_ddp(model)  # type: ignore[no-untyped-call]
-    # Before its first pass, a script's own hooks are there too, even those of `thinwire.attach`.
-    forget_hooks_in(state, "thinwire." if model in _attached else __name__)
+    stop_calling(state)
+    if model in _attached:  # before that, hooks are the script's own, even those of `thinwire.attach`
+        forget_hooks_in(state)
     return state
 
 
 def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
     """Attach a model that enters a join context, in which a process without batches makes no pass."""
-    for before in forward_pre_hooks(model, _BeforeFirstPass):
-        before(model, None)
+    if model in _before:
+        _before[model](model)
     joined: JoinHook = _join_hook_of_ddp(model, **settings)  # type: ignore[no-untyped-call]
     return joined
 
@@ -125,17 +125,9 @@ def note_built(model: DistributedDataParallel) -> None:
         _leave_alone(options, reason, votes)
         return
     # Attach later: the code that builds the model may still register its own hook.
-    before = _BeforeFirstPass(options, votes)
+    _before[model] = _BeforeFirstPass(options, votes)
     _waiting.add(votes)
-    if not isinstance(model.module, torch.nn.ParameterList):
-        model.register_forward_pre_hook(before)
-        return
-
-    def attach_once() -> bool:
-        before(model, None)
-        return votes not in _waiting
-
-    call_before_pass(model, attach_once)  # made by torch's `replicate`
+    call_before_pass(model, _before[model])
 
 
 class _Votes:
@@ -188,19 +180,19 @@ class _Votes:
 
 
 class _BeforeFirstPass:
-    """A forward hook of a model to be attached; copies and pickled models lack it."""
+    """Attaches a model before its first training pass; copies and pickled models lack it."""
 
     def __init__(self, options: Options, votes: _Votes) -> None:
         self._options, self._votes = options, votes
 
-    @not_compiled
-    def __call__(self, model: DistributedDataParallel, _: object) -> None:
+    def __call__(self, model: DistributedDataParallel) -> None:
         # Evaluation may run on one process only. A discriminator is frozen while its generator trains.
         # Any part: after a validation, Lightning puts its module back into training mode, but not the DDP.
         is_training = torch.is_grad_enabled() and any(part.training for part in model.modules())
         if not (is_training and num_trained(ddp_parameters(model))):
             return
-        remove_forward_pre_hooks(model, _BeforeFirstPass)
+        del _before[model]
+        stop_calling(vars(model))
         _waiting.discard(self._votes)
         sync, problem = None, _why_not(model)
         if not problem:
