@@ -147,9 +147,7 @@ def test_written_and_read_it_is_the_same(path: Path, state: dict[str, Any]) -> N
     resumed(Simulation(POWER, buckets(), num_workers=3), load(path))
 
 
-def test_what_is_not_a_state_is_not_written_and_leaves_the_old_file(
-    path: Path, state: dict[str, Any]
-) -> None:
+def test_what_is_no_state_is_not_written_and_leaves_the_old_file(path: Path, state: dict[str, Any]) -> None:
     with pytest.raises(StateError, match="made by state_dict"):
         save({"model": 1}, path)
     with pytest.raises(ConfigError, match=r"path must be that of a file, got '\.'"):
@@ -342,7 +340,7 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path
     states = [sync.local_state_dict() for sync in simulation.syncs]
     with pytest.raises(StateError, match="saved by process 1 of 2, 1 a machine, but this is process 0 of 2"):
         simulation.syncs[0].load_state_dict(states[1])
-    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0;"):
+    with pytest.raises(StateError, match=r"the states of all processes, got those of ranks 0 of 2;"):
         merge(states[:1])
     averaged(simulation, 1)
     with pytest.raises(StateError, match="from different steps or runs"):
@@ -355,5 +353,5 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path
         save_local(sync, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2  # the third of three is removed
     (tmp_path / "thinwire_1.pt").unlink()
-    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0;"):
+    with pytest.raises(StateError, match=r"the states of all processes, got those of ranks 0 of 2;"):
         load_local(simulation.syncs[1], tmp_path)

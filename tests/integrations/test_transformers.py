@@ -305,7 +305,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (files / "thinwire_1.pt").rename(files / "thinwire_7.pt")
     dist.barrier()
     for resumed, attached, message in (
-        ("a", "a", r"the states of all processes, of 2, got 1"),
+        ("a", "a", r"the states of all processes, got those of ranks 1 of 2"),
         ("b", "c", "checkpoint="),
         ("b", "a", "checkpoint="),
     ):

@@ -363,10 +363,10 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         _add(loaded, position, merged, dtypes)
         ranks.add(position.rank)
     if first is None or ranks != set(range(num_processes)):
-        found = ", ".join(map(str, sorted(ranks))) or "none"
+        found = f"those of ranks {listed(sorted(ranks))} of {num_processes}" if ranks else "none"
         raise StateError(
-            f"expected the states of all processes, of {num_processes if first else 'any'}, got {found}; "
-            "copy the files of all machines into one folder first"
+            f"expected the states of all processes, got {found}; copy the files of all machines into one "
+            "folder first"
         )
     for (slot, label), dtype in dtypes.items():
         merged[slot][label] = merged[slot][label].to(dtype)
