@@ -238,9 +238,7 @@ def written(name: str) -> bytes:
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=40, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), junk=st.binary(min_size=1, max_size=4096))
-def test_a_damaged_file_is_refused_or_means_the_same(
-    name: str, damage: str, place: float, junk: bytes
-) -> None:
+def test_a_damaged_file_is_refused_or_is_the_same(name: str, damage: str, place: float, junk: bytes) -> None:
     """Whole or not at all; but safetensors' format does not tell one number from a different one."""
     data = bytearray(written(name))
     start = math.floor(place * len(data))

@@ -214,9 +214,7 @@ def test_training_over_gloo_sends_what_is_counted_once(processes_per_machine: in
 
 @real
 @pytest.mark.parametrize(("end", "exit_code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_the_first_failure_is_the_labs_as_a_shell_tells_it_and_ends_the_others(
-    end: str, exit_code: int
-) -> None:
+def test_the_first_failure_is_the_labs_as_a_shell_tells_it_and_ends_others(end: str, exit_code: int) -> None:
     code = f"import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); {end}"
     start = time.monotonic()
     assert run_lab("--machines=3", "--grace-seconds=0.2", code=code).returncode == exit_code

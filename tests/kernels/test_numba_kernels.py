@@ -94,6 +94,9 @@ def test_what_was_compiled_of_other_sources_is_not_used(
     assert cache_hits() == 0
     monkeypatch.setattr("numba.core.codegen.CPUCodegen.magic_tuple", lambda _: ("another", "", ""))
     assert [cache_hits(), len([*tmp_path.rglob("*.nbi")])] == [0, 3]
+    for index in tmp_path.rglob("*.nbi"):
+        index.write_bytes(bytes(64))  # as after a power cut
+    assert [cache_hits(), cache_hits()] == [0, 1]
     for index in tmp_path.rglob("*.nbi"):  # that can be neither read nor written
         index.unlink()
         index.mkdir()

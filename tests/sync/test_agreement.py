@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "another version": (another_version, "process 1 has thinwire 9.9.9"),
     "other eigenvectors": (eigenvectors_of_another_processor, "process 0 has kernels of PyTorch"),
-    "more threads on one": (more_threads_on_one, "with 2 threads (OMP_NUM_THREADS), products"),
+    "more threads on one": (more_threads_on_one, "threads (OMP_NUM_THREADS): 2, products"),
 }
 if find_spec("numba") is not None:  # else none has it
     words = f"process 0 has kernels of Numba {version('numba')}, process 1 has kernels of PyTorch"

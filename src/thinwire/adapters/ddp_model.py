@@ -250,7 +250,11 @@ def check_attachable(model: DistributedDataParallel) -> None:
         )
     names, known = names_in(model), set(ddp_parameters(model))
     if any(parameter.requires_grad and parameter not in names for parameter in known):
-        raise AttachError(_replaced(next((n for p, n in names.items() if p not in known), "a parameter")))
+        if new := next((name for parameter, name in names.items() if parameter not in known), ""):
+            raise AttachError(_replaced(new))
+        raise AttachError(
+            "a trained parameter was removed from the model after DDP was built; build a new DDP model"
+        )
     built_with = ddp_logging_data(model).get("dtypes", "").split(", ")
     trained = {parameter.dtype for parameter in ddp_parameters(model) if parameter.requires_grad}
     if all(REDUCERS_NAMES.get(dtype, built_with[0]) not in built_with for dtype in trained):

@@ -287,19 +287,22 @@ class ThinwireCallback(TrainerCallback):
             self.local.__exit__(None, None, None)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        # A checkpoint of only weights can't be resumed.
-        if args.save_only_model:
+        # A checkpoint of only weights can't be resumed; a search saves elsewhere, and attaches nothing.
+        if args.save_only_model or state.is_hyper_param_search:
             return
-        folder = _folder(args, state)
-        if self._sync is not None and self.local is None:
-            save_local(self._sync, folder)
-            return
-        remembered = self.local and self.local.state_dict()  # collective, so on all processes, but one writes
-        if args.should_save:
-            for file in folder.glob("thinwire*.pt"):  # an earlier run's, in a folder of the same name
-                file.unlink()
-            if remembered:
+        folder, is_alone = _folder(args, state), self._sync is None
+        if args.should_save:  # files of an earlier run may be there, in a folder of the same name
+            if is_alone or self.local is None:
+                (folder / STATE_NAME).unlink(missing_ok=True)
+            if is_alone or self.local is not None:
+                for file in folder.glob("thinwire_[0-9]*.pt"):
+                    file.unlink(missing_ok=True)
+        if self.local is not None:
+            remembered = self.local.state_dict()  # collective, so on all processes, although one writes
+            if args.should_save:
                 save(remembered, folder / STATE_NAME)
+        elif self._sync is not None:
+            save_local(self._sync, folder)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **unused: Any

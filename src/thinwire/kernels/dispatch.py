@@ -137,7 +137,7 @@ def name_of_results(kind: Literal["products", "eigenvectors"], device: torch.dev
     """Return the same for PyTorch's products or eigenvectors, with a sum of some of their bits."""
     threads = torch.get_num_threads()
     some = f"{kind} {_bits_of_some(kind, device, threads)}"
-    return f"{_name_of(TORCH, device)} with {threads} threads (OMP_NUM_THREADS), {some}"
+    return f"{_name_of(TORCH, device)}, threads (OMP_NUM_THREADS): {threads}, {some}"
 
 
 @cache

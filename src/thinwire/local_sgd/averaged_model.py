@@ -165,7 +165,8 @@ class AveragedModel:
         """
         before, self.frozen = self.frozen, {}
         now = self.frozen_norms() if before else {}
-        if changed := [name for name in now if now[name] != before.get(name, now[name])]:
+        # NaN is unequal to itself.
+        if changed := [name for name in now if repr(now[name]) != repr(before.get(name, now[name]))]:
             logger.warning(
                 "frozen parameters have changed in the loop: %s; they are never averaged, so processes may "
                 "end with different ones. To average those of a teacher, make them buffers, or leave "

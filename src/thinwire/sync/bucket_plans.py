@@ -15,6 +15,7 @@ from thinwire.comm import CALL, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.sync.algorithm_state import AlgorithmState
 from thinwire.sync.partition import NOTHING, BucketParts, IntraNodePartition, Specs
+from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
 from thinwire.version import __version__
 
@@ -243,7 +244,8 @@ class BucketPlans:
                 else:
                     described[self.settings.typed.get(name, name)] = repr(value)
         described |= self.settings.described()
-        kernels = {name for bucket in self.model_buckets() for name in self.plan(bucket).kernels(device)}
+        with full_precision(device):  # as in a step: names may depend on the bits of products
+            kernels = {name for bucket in self.model_buckets() for name in self.plan(bucket).kernels(device)}
         if kernels:
             described["kernels"] = "of " + " and ".join(sorted(kernels))
         if has_progress:

@@ -59,16 +59,19 @@ def _keyed_by_sources(dispatcher: Any) -> Any:
     file._index_path = file._index_path.replace(".nbi", f".{key}.nbi")
     file._data_name_pattern = file._data_name_pattern.replace(".{", f".{key}.{{")
     for name in ("load_overload", "save_overload"):
-        setattr(dispatcher._cache, name, _if_possible(getattr(dispatcher._cache, name)))
+        setattr(dispatcher._cache, name, _if_possible(getattr(dispatcher._cache, name), file._index_path))
     return dispatcher
 
 
-def _if_possible(use_files: Callable[..., Any]) -> Callable[..., Any]:
+def _if_possible(use_files: Callable[..., Any], index: str) -> Callable[..., Any]:
     def use_or_leave(*arguments: Any) -> Any:
-        # On a full disk, with others' files or after a power cut, only compile: without it one rank's first
-        # step would fail.
-        with suppress(OSError, EOFError):
+        # On a full disk, with others' files or after a power cut, only compile: otherwise one rank's first
+        # step would fail. Readers raise all kinds of errors for a damaged file.
+        try:
             return use_files(*arguments)
+        except Exception:
+            with suppress(OSError):
+                Path(index).unlink()  # so that a new one can be written
 
     return use_or_leave
 
