@@ -275,9 +275,7 @@ while not (folder / "done").exists():
     ],
     ids=["an ordinary script", "one that fails", "one whose members meet"],
 )
-def test_an_ordinary_script_is_told_what_to_type(
-    tmp_path: Path, code: str, exit_code: int, words: str
-) -> None:
+def test_an_ordinary_script_is_told_what_to_do(tmp_path: Path, code: str, exit_code: int, words: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(code)
     options = ["--min=2", "--max-restarts=0", f"--processes-per-member={1 if exit_code == 0 else 2}"]

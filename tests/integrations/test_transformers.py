@@ -276,9 +276,11 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
 
 @in_each_process(2)
 def test_a_run_that_began_without_thinwire_is_resumed_with_it(tmp_path: Path) -> None:
-    with several_processes():
-        trained(tmp_path, max_steps=3)
-    dist.barrier()
+    for algorithm in (ALGORITHM, partial(thinwire.DiLoCo, every_steps=4), ALGORITHM):
+        with several_processes():
+            trained(tmp_path, algorithm, max_steps=3)
+        dist.barrier()
+    assert not (tmp_path / "checkpoint-3" / "thinwire.pt").exists()  # of the run before
     if dist.get_rank() == 0:  # one process, which averages nothing, in the folder of the earlier run
         trained(tmp_path, max_steps=3)
     dist.barrier()
