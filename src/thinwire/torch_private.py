@@ -318,18 +318,24 @@ def call_before_pass(model: DistributedDataParallel, action: Callable[[Any], Non
     `model.forward(…)` calls none of the model's hooks; nor does `replicate`, only a part of DDP's forward.
     """
     held: Callable[[], Any] = weakref.ref(model)  # without a cycle
+    name = _first_called(model)
 
     @not_compiled
-    def pre_forward(*inputs: Any, **named: Any) -> Any:
+    def first_called(*inputs: Any, **named: Any) -> Any:
         action(held())
-        return type(held())._pre_forward(held(), *inputs, **named)
+        return getattr(type(held()), name)(held(), *inputs, **named)
 
-    model._pre_forward = pre_forward  # type: ignore[method-assign]
+    setattr(model, name, first_called)
 
 
-def stop_calling(state: dict[str, Any]) -> None:
+def stop_calling(model: DistributedDataParallel, state: dict[str, Any]) -> None:
     """Undo `call_before_pass` in a model's attributes, or in a copy of them."""
-    state.pop("_pre_forward", None)
+    state.pop(_first_called(model), None)
+
+
+def _first_called(model: DistributedDataParallel) -> str:
+    # A subclass's own forward may not call DDP's.
+    return "_pre_forward" if type(model).forward is DistributedDataParallel.forward else "forward"
 
 
 class FSDPModel:

@@ -135,9 +135,7 @@ def test_checkpoint_and_resume(tmp_path: Path) -> None:
 
 
 @in_each_process(2)
-def test_logs_reach_the_other_callbacks_and_training_again_goes_on_with_the_same_memory(
-    tmp_path: Path,
-) -> None:
+def test_logs_reach_other_callbacks_and_training_again_goes_on_with_the_same_memory(tmp_path: Path) -> None:
     with several_processes():
         trainer, callback = trained(tmp_path, save_strategy="no")
         message_bytes = callback.sync.stats().message_bytes

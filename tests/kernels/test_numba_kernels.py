@@ -80,9 +80,7 @@ def doubled(x: float) -> float:
     return x + x
 
 
-def test_what_was_compiled_of_other_sources_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_compiled_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cache_hits() -> int:
         function: Any = compiler.compiled(doubled)
         assert function(1.5) == 3

@@ -199,9 +199,7 @@ def with_group(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [zero, post_local, with_group])
 @in_each_process(2)
-def test_an_optimizer_that_communicates_is_refused(
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-) -> None:
+def test_optimizers_that_communicate_are_refused(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     model = new_model()
     optimizer, before = make(model), flat(copy.deepcopy(model))
     kinds: list[Callable[..., Any]] = [

@@ -17,11 +17,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 
+class Own(DistributedDataParallel):
+    def forward(self, *inputs: Any) -> Any:
+        self.reducer.prepare_for_backward([])
+        return self.module(*inputs)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    model: Any = replicate(module) if "replicate" in sys.argv else DistributedDataParallel(module)
+    build = Own if "own forward" in sys.argv else DistributedDataParallel
+    model: Any = replicate(module) if "replicate" in sys.argv else build(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if "late" in sys.argv:
         model(torch.zeros(1, 64))

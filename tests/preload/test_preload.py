@@ -184,7 +184,7 @@ def test_a_process_on_another_machine_has_nobody_to_tell(monkeypatch: pytest.Mon
     note_averaged()
 
 
-@pytest.mark.parametrize("argument", ["eval", "no_sync", "replicate", "validated", "forward"])
+@pytest.mark.parametrize("argument", ["eval", "no_sync", "replicate", "validated", "forward", "own forward"])
 def test_only_a_model_whose_steps_are_averaged_is_attached(argument: str, tmp_path: Path) -> None:
     environment = Options(ALGORITHM).environment() | {AVERAGED: str(tmp_path / "attached")}
     told = run_processes(FORKED, str(SCRIPT), argument, environment=environment)

@@ -66,9 +66,7 @@ def switch(simulation: Simulation, algorithm: Algorithm) -> None:
     ],
     ids=str,
 )
-def test_an_algorithm_without_error_pays_all_in_its_first_step(
-    algorithm: Algorithm, dtype: torch.dtype
-) -> None:
+def test_an_algorithm_without_error_pays_all_in_the_first(algorithm: Algorithm, dtype: torch.dtype) -> None:
     simulation = owing(dtype, error=3.0)
     before = owed(simulation)
     assert before.norm() > 0

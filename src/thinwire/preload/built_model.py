@@ -67,7 +67,7 @@ _register_on_ddp = DistributedDataParallel.register_comm_hook
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
     """Return a model's state for pickling and copying, without Thinwire's hooks."""
     state: dict[str, Any] = _state_of_ddp(model)  # type: ignore[no-untyped-call]
-    stop_calling(state)
+    stop_calling(model, state)
     if model in _attached:  # before that, hooks are the script's own, even those of `thinwire.attach`
         forget_hooks_in(state)
     return state
@@ -192,7 +192,7 @@ class _BeforeFirstPass:
         if not (is_training and num_trained(ddp_parameters(model))):
             return
         del _before[model]
-        stop_calling(vars(model))
+        stop_calling(model, vars(model))
         _waiting.discard(self._votes)
         sync, problem = None, _why_not(model)
         if not problem:
