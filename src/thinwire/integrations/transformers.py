@@ -290,13 +290,13 @@ class ThinwireCallback(TrainerCallback):
         # A checkpoint of only weights can't be resumed; a search saves elsewhere, and attaches nothing.
         if args.save_only_model or state.is_hyper_param_search:
             return
-        folder, is_alone = _folder(args, state), self._sync is None
-        if args.should_save:  # files of an earlier run may be there, in a folder of the same name
-            if is_alone or self.local is None:
-                (folder / STATE_NAME).unlink(missing_ok=True)
-            if is_alone or self.local is not None:
-                for file in folder.glob("thinwire_[0-9]*.pt"):
-                    file.unlink(missing_ok=True)
+        folder, stale = _folder(args, state), list[Path]()
+        if self.local is None:
+            stale.append(folder / STATE_NAME)
+        if self.local is not None or self._sync is None:
+            stale += folder.glob(LOCAL_NAME.format("[0-9]*"))
+        for file in stale if args.should_save else ():  # of an earlier run, in a folder of the same name
+            file.unlink(missing_ok=True)
         if self.local is not None:
             remembered = self.local.state_dict()  # collective, so on all processes, although one writes
             if args.should_save:

@@ -263,6 +263,8 @@ class ModelAverager(Averager):
         self._check_inside(call)
         self._check_copies()
         self._check_momentum(stacklevel=4)
+        if self._contributor.steps_here > 1:  # after the first one a teacher has not followed yet
+            self._model.compare_frozen()
         try:
             # The step may run under autocast, which would round the arithmetic on changes.
             with full_precision(self._model.device):

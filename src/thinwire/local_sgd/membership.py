@@ -261,8 +261,6 @@ class StaticMembership:
         check_alike(self._start_gather(self._transport, is_finite=is_finite).read())
 
     def _gather_status(self, **status: Any) -> None:
-        if self._contributor.steps_here > 1:  # a teacher follows after the step that has just averaged
-            self._contributor.model.compare_frozen()
         self._unread.append(self._start_gather(self._transport, **status))
 
     def _start_gather(self, transport: Transport, **status: Any) -> StatusGather:
