@@ -56,16 +56,14 @@ def timed(
     """Return the milliseconds of coding, of averaging what two have coded, and of decoding the means."""
 
     def encode() -> list[Coded]:
-        return [
-            kernels.encoded(flat, blocks, codebook, None) for flat, blocks in zip(flats, cut, strict=True)
-        ]
+        return [kernels.encoded(flat, blocks, codebook) for flat, blocks in zip(flats, cut, strict=True)]
 
     sent = encode()
 
     def average() -> list[Coded]:
         return [
             kernels.averaged(
-                MeanArgs(message, blocks, blocks.shares[0], codebook, None, lost=None, dtype=torch.float32)
+                MeanArgs(message, blocks, blocks.shares[0], codebook, lost=None, dtype=torch.float32)
             )
             for message, blocks in zip(sent, cut, strict=True)
         ]

@@ -44,7 +44,6 @@ CASES: dict[str, tuple[Algorithm, Shapes, torch.dtype]] = {
     },
     "unaligned, rank 4": (PowerSGD(matrix_rank=4), UNALIGNED, torch.float32),
     **{f"GPT-2 small, {bits} bits": (Quantize(bits=bits), GPT2_SMALL, torch.float32) for bits in (8, 4, 2)},
-    "GPT-2 small, 4 bits drawn": (Quantize(bits=4, rounding="stochastic"), GPT2_SMALL, torch.float32),
     "Llama's layer in bf16, 4 bits": (Quantize(bits=4), LLAMA_LAYER, torch.bfloat16),
     "GPT-2 small, TopK": (TopK(), GPT2_SMALL, torch.float32),
 }

@@ -80,7 +80,6 @@ FAULTS = [
     Fault("low rank: rank before the warm start", "rows = min(len(factor), len(like))", "rows = 1", "sync/test_engine.py " + LOW_RANK, first="matrix_rank"),
     Fault("quantize: another member's share", "self.blocks, self.blocks.shares[rank]", "self.blocks, self.blocks.shares[0]", CONFORMANCE, first="Quantize and true_means"),
     Fault("quantize: residual added scaled twice", "added if scale is None else torch._foreach_mul(added, scale)", "added", CONFORMANCE + " algorithms", first="Quantize and true_means"),
-    Fault("quantize: all draw the same", "(bucket.rank, OF_THE_MEAN)", "(0, OF_THE_MEAN)", "algorithms/low_bit/test_quantize.py algorithms", first="stochastic"),
     Fault("quantize: the residual is not written", "memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))", "pass", CONFORMANCE, first="Quantize and true_means"),
     Fault("quantize: shares of two members swapped", "rows if rank == 0 else rows[::-1]", "rows", "algorithms/low_bit/test_quantize.py algorithms", first="near"),
     Fault("TopK: not divided by the members", "scaled = scaled / scaled.new_full((), len(indices))", "scaled = scaled / 1", CONFORMANCE + " algorithms/test_topk.py", first="TopK"),

@@ -67,16 +67,14 @@ ENTRIES = [
     Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False), same_in_any_buckets=False),
     Entry(TopK(density=1 / 100, bits=4, chunk=1000, error_decay=1, merge="members"), feedback=True),
     Entry(Quantize(bits=8, block=32)),
-    Entry(Quantize(bits=6, block=16, rounding="stochastic")),
+    Entry(Quantize(bits=6, block=16)),
     Entry(Quantize(bits=5, error_feedback=True), feedback=True, same_in_any_buckets=False),
     Entry(Quantize(bits=4)),
     Entry(Quantize(bits=4, eigenbasis="*")),
-    Entry(Quantize(bits=3, block=128, rounding="stochastic")),
+    Entry(Quantize(bits=3, block=128)),
     Entry(Quantize(bits=1, block=16)),
     Entry(Quantize(bits=8, block=32, error_feedback=True), feedback=True, same_in_any_buckets=False),
-    Entry(
-        Quantize(bits=2, rounding="stochastic", error_feedback=True), feedback=True, same_in_any_buckets=False
-    ),
+    Entry(Quantize(bits=2, error_feedback=True), feedback=True, same_in_any_buckets=False),
     # Not Thinwire's: nothing of Thinwire knows them. The last one is that of docs/own-algorithm.md.
     Entry(AroundTrend(), feedback=True, same_in_any_buckets=False),
     Entry(InTurn(), feedback=True),

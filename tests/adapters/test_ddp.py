@@ -233,7 +233,7 @@ def test_resume_into_a_new_ddp_with_other_buckets() -> None:
     for algorithm in (
         PowerSGD(matrix_rank=2, alternating=True),
         TopK(density=1 / 20, chunk=100),
-        Quantize(bits=4, rounding="stochastic"),
+        Quantize(bits=4),
     ):
         assert torch.equal(*_resume(algorithm, 0.02))
 

@@ -39,9 +39,7 @@ BAD: dict[type[Algorithm], dict[str, list[Any]]] = {
     Quantize: {
         "bits": [7, 16, 4.0, True],
         "block": [0, 24, 4112],
-        "rounding": ["up"],
         "error_feedback": [2],
-        "seed": [-1],
     },
 }
 

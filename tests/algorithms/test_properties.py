@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -16,7 +16,6 @@ from thinwire.simulation import Simulation
 from thinwire.tensors.coded import CODEBOOKS
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
-ROUNDINGS: list[Literal["nearest", "stochastic"]] = ["nearest", "stochastic"]
 SHAPES = st.lists(st.integers(0, 12), max_size=4).map(tuple)
 
 
@@ -45,12 +44,12 @@ def algorithms(draw: st.DrawFn) -> Algorithm:
     }
     bits, density = draw(st.sampled_from([*CODEBOOKS])), draw(st.floats(1e-3, 1))
     entries: dict[str, Any] = {"bits": draw(st.sampled_from([2, 4, 8])), "chunk": draw(st.integers(1, 100))}
-    block, rounding = 16 * draw(st.integers(1, 4)), draw(st.sampled_from(ROUNDINGS))
+    block = 16 * draw(st.integers(1, 4))
     kinds = [
         AllReduce(),
         PowerSGD(**settings, alternating=draw(st.booleans())),
         BatchedPowerSGD(**settings),
-        Quantize(bits=bits, block=block, rounding=rounding, error_feedback=True),
+        Quantize(bits=bits, block=block, error_feedback=True),
         TopK(density=density, **entries, error_decay=1, merge="members"),
     ]
     return draw(st.sampled_from(kinds))

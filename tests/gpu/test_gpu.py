@@ -254,9 +254,9 @@ def test_bases_by_triton_are_those_of_pytorch(matrix_rank: int) -> None:
 def test_codes_by_triton_are_those_of_pytorch(bits: int, dtype: torch.dtype) -> None:
     flat, codebook = Drawing("cuda")(2 * 700 * 256).to(dtype), CODEBOOKS[bits]
     blocks = Blocks((700 * 256 - 3, 3 + 700 * 256), 64, 2)
-    coded = code_kernels_for(flat).encoded(flat, blocks, codebook, None)
+    coded = code_kernels_for(flat).encoded(flat, blocks, codebook)
     # PyTorch on a GPU multiplies by the inverse. For fewer bits a scale is a sum, in another order.
-    expected = CODES.encoded(flat.cpu(), blocks, codebook, None).message
+    expected = CODES.encoded(flat.cpu(), blocks, codebook).message
     assert bits < 4 or torch.equal(coded.message.cpu(), expected)
     decoded = [torch.empty_like(flat) for _ in range(2)]
     for codes, target in zip((code_kernels_for(flat), CODES), decoded, strict=True):

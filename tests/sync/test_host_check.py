@@ -32,11 +32,7 @@ def turns(entry: Entry) -> bool:
     turning = any(
         getattr(algorithm, name, False) for name in ("alternating", "period", "warmup_steps", "eigenbasis")
     )
-    return (
-        turning
-        or getattr(algorithm, "rounding", "") == "stochastic"
-        or not getattr(algorithm, "warm_start", True)
-    )
+    return turning or not getattr(algorithm, "warm_start", True)
 
 
 # Those that do not turn give the same good steps with bad ones between them. On accelerators the last bits of

@@ -98,7 +98,7 @@ def main(architecture: int, ranks: list[int], all_bits: list[int]) -> None:
                     average(Quantize(bits=bits), dtype, columns=columns)
             for bits, members in product(all_bits, (2, 3)):
                 with patch.object(Alike, "size", members):
-                    average(Quantize(bits=bits, error_feedback=True, rounding="stochastic"), dtype, **scaled)
+                    average(Quantize(bits=bits, error_feedback=True), dtype, **scaled)
     print(json.dumps(sorted(set(Compiling.compiled))))
 
 

@@ -8,14 +8,13 @@ from itertools import product
 import pytest
 import torch
 
-from catalog import numbers, spec
+from catalog import numbers
 from thinwire.algorithms.quantize import MAX_BLOCK
 from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.torch_codes import CODES as PYTORCH
 from thinwire.kernels.triton.triton_codes import CODES as TRITON
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Codebook, Coded
-from thinwire.tensors.rounding import CounterRNG, RandomBits
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet
@@ -32,52 +31,44 @@ def are_equal(one: Coded, other: Coded) -> bool:
     return one.share == other.share and torch.equal(one.message, other.message)
 
 
-def draws_of(blocks: Blocks) -> RandomBits:
-    specs = [spec(str(numel), numel) for numel in blocks.numels]
-    return CounterRNG(blocks, specs, 0).draws(0, [0], torch.device("cpu"))[0]
-
-
 def as_decoded(
     kernels: CodeKernels, coded: Coded, blocks: Blocks, codebook: Codebook, dtype: torch.dtype
 ) -> torch.Tensor:
     flat = torch.empty(2, sum(blocks.numels), dtype=dtype)
-    other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
+    other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook)
     kernels.decode([coded], blocks, codebook, flat[0])
     kernels.decode([coded, other], blocks, codebook, flat[1])
     return flat
 
 
 @every_bits
-@pytest.mark.parametrize(
-    ("blocks", "drawn"), [(SHORT, False), (WHOLE, True)], ids=["short, nearest", "whole, drawn"]
-)
-def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -> None:
-    codebook, draws, own = CODEBOOKS[bits], draws_of(blocks) if drawn else None, blocks.shares[1]
+@pytest.mark.parametrize("blocks", [SHORT, WHOLE], ids=["short", "whole"])
+def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks) -> None:
+    codebook, own = CODEBOOKS[bits], blocks.shares[1]
     flat = numbers(blocks)
     for dtype in (torch.float16, torch.float32):
         # Some come out beyond fp16's range, and are cut off.
         gradients = flat.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-        coded = TRITON.encoded(gradients, blocks, codebook, draws)
-        assert are_equal(coded, PYTORCH.encoded(gradients, blocks, codebook, draws))
+        coded = TRITON.encoded(gradients, blocks, codebook)
+        assert are_equal(coded, PYTORCH.encoded(gradients, blocks, codebook))
         assert torch.equal(
             *[as_decoded(kernels, coded, blocks, codebook, dtype) for kernels in (TRITON, PYTORCH)]
         )
     assert coded.message.nbytes < flat.nbytes / 2.5
 
-    sent = [PYTORCH.encoded(numbers(blocks, seed), blocks, codebook, None) for seed in range(3)]
+    sent = [PYTORCH.encoded(numbers(blocks, seed), blocks, codebook) for seed in range(3)]
     # Between those of other buckets, as several buckets' messages travel.
     rows = torch.stack([coded.message[1] for coded in sent])
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
     received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], blocks.share)
     lost = [torch.empty(own.stop - own.start, blocks.block) for _ in range(2)]
-    of_own = None if draws is None else draws.of(own)
     means = [
-        kernels.averaged(MeanArgs(received, blocks, own, codebook, of_own, remainder, torch.float32))
+        kernels.averaged(MeanArgs(received, blocks, own, codebook, remainder, torch.float32))
         for kernels, remainder in zip((TRITON, PYTORCH), lost, strict=True)
     ]
     assert are_equal(*means)
     assert torch.equal(*lost)
-    other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
+    other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook)
     types, kinds = ((torch.float32, None), (torch.float16, torch.tensor(3.0))), ([other], [coded, other])
     for (dtype, scale), messages in product(types, kinds):
         kept, remainder = [], lost[0] if len(messages) == 1 else None
@@ -98,7 +89,7 @@ def test_what_is_not_finite_or_too_small_ends_as_with_pytorch(bits: int, value: 
     flat[5] = value
     found = []
     for kernels in (TRITON, PYTORCH):
-        coded = kernels.encoded(flat, blocks, codebook, None)
+        coded = kernels.encoded(flat, blocks, codebook)
         found.append(torch.empty_like(flat))
         kernels.decode([coded], blocks, codebook, found[-1])
         assert coded.scales[0].isfinite().tolist() == [math.isfinite(value), True]
@@ -109,8 +100,8 @@ def test_what_is_not_finite_or_too_small_ends_as_with_pytorch(bits: int, value: 
 def test_the_longest_blocks() -> None:
     blocks, codebook = Blocks((2 * MAX_BLOCK + 1,), MAX_BLOCK, 2), CODEBOOKS[4]
     flat = numbers(blocks)
-    coded = TRITON.encoded(flat, blocks, codebook, None)
-    assert are_equal(coded, PYTORCH.encoded(flat, blocks, codebook, None))
+    coded = TRITON.encoded(flat, blocks, codebook)
+    assert are_equal(coded, PYTORCH.encoded(flat, blocks, codebook))
     found = [as_decoded(kernels, coded, blocks, codebook, torch.float32) for kernels in (TRITON, PYTORCH)]
     assert torch.equal(*found)
 
@@ -124,7 +115,6 @@ def test_every_number_around_a_middle_or_a_level_has_pytorchs_code() -> None:
     rows = torch.cat([edges, *around]).clamp(-1127, 1127).view(-1, 1).expand(-1, 64).clone()
     rows[:, 0] = 1127
     blocks = Blocks((rows.numel(),), 64, 1)
-    for draws in (None, draws_of(blocks)):
-        found = [kernels.encoded(rows.view(-1), blocks, CODEBOOKS[4], draws) for kernels in (TRITON, PYTORCH)]
-        assert are_equal(*found)
-        assert (found[0].scales == 1).all()
+    found = [kernels.encoded(rows.view(-1), blocks, CODEBOOKS[4]) for kernels in (TRITON, PYTORCH)]
+    assert are_equal(*found)
+    assert (found[0].scales == 1).all()

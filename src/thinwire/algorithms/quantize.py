@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 
@@ -21,14 +20,12 @@ from thinwire.kernels.dispatch import all_finite, code_kernels_for, name_of_resu
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
-from thinwire.tensors.rounding import CounterRNG, RandomBits
 
 # With this unit a block's codes, of any number of bits, and its scale fill an even number of bytes.
 BLOCK_UNIT = 16
 # At this length a scale adds 0.004 bits to an element. Longer blocks would make messages of biases longer:
 # the last block of a parameter is sent whole.
 MAX_BLOCK = 4096
-OF_THE_MEAN = -1
 # So many members exchange all codes. Among more it would be more bytes than codes and coded means of shares.
 PAIR = 2
 
@@ -51,12 +48,8 @@ class Quantize(Algorithm):
             best. 1 bit is the sign times the block's mean magnitude.
         block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new
             block. Shorter ones are more exact: with 64, a scale adds a quarter of a bit to each element.
-        rounding: "nearest" level, or "stochastic": one of the two levels around a number at random, so that
-            rounding is right on average (except beyond the outermost levels, with 3, 2 and 1 bits). Members
-            draw different random numbers for their gradients, and the same ones for the mean.
         error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains from it in
             2 and 1 bits; Adam loses below 4.
-        seed: The seed of stochastic rounding.
         eigenbasis: A pattern of names, such as "blocks.*": matrices that Muon trains. They are encoded in the
             eigenbases of Ḡ Ḡᵀ and Ḡᵀ Ḡ, of their mean gradients, and errors are relative to each direction's
             own size. Members compute the bases from the same means, so nothing more is sent; all of them must
@@ -71,9 +64,9 @@ class Quantize(Algorithm):
 
     A scale has fp32's range: fp64 gradients beyond it are not finite. For any dtype, values beyond half of
     that range (1.7e38) may not be finite either, since below 8 bits a level may exceed the number it stands
-    for. Blocks whose scale would be below 1.2e-38 become zeros. In all others both roundings (to the nearest
-    level) leave an error smaller than the value, so that a residual does not grow. After an algorithm with
-    error feedback (`GradientSync.use`), the first step without it sends gradients and residual uncompressed.
+    for. Blocks whose scale would be below 1.2e-38 become zeros. In all others both roundings leave an error
+    smaller than the value, so that a residual does not grow. After an algorithm with error feedback
+    (`GradientSync.use`), the first step without it sends gradients and residual uncompressed.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -93,9 +86,7 @@ class Quantize(Algorithm):
 
     bits: int = 4
     block: int = 64
-    rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False
-    seed: int = 0
     eigenbasis: str = ""
 
     def __post_init__(self) -> None:
@@ -107,8 +98,6 @@ class Quantize(Algorithm):
             raise ConfigError(
                 f"block must be a multiple of {BLOCK_UNIT} and at most {MAX_BLOCK:,}, got {self.block!r}"
             )
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ConfigError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "error_feedback", true_or_false("error_feedback", self.error_feedback))
@@ -119,7 +108,6 @@ class Quantize(Algorithm):
                 "eigenbasis can't be combined with error_feedback: a residual would be of an earlier basis; "
                 "choose one"
             )
-        object.__setattr__(self, "seed", whole_number("seed", self.seed, minimum=0))
 
     @property
     def remembers(self) -> bool:
@@ -210,18 +198,12 @@ class QuantizePlan(BucketPlan):
         elif self.eigenbasis is not None:
             values = self.eigenbasis.turned(bucket, memory, self.dtype)
 
-        # The mean's random bits are seeded by parameter and position, not by member: every member would draw
-        # the same ones for a block.
-        of_values: RandomBits | None = None
-        of_mean: RandomBits | None = None
-        if self.config.rounding == "stochastic":
-            of_values, of_mean = self._rng.draws(memory.step, (bucket.rank, OF_THE_MEAN), values.device)
         kernels, codebook = code_kernels_for(values), CODEBOOKS[self.config.bits]
-        sent, lost = kernels.encoded(values, self.blocks, codebook, of_values), None
+        sent, lost = kernels.encoded(values, self.blocks, codebook), None
         if self.blocks.num_members == PAIR:
             messages = yield from self._exchange(sent, bucket.rank)
         else:
-            coded, lost = yield from self._average_shares(sent, values, bucket.rank, of_mean)
+            coded, lost = yield from self._average_shares(sent, values, bucket.rank)
             messages = [coded]
 
         # All members have these scales: with others, some would commit and some not.
@@ -241,7 +223,7 @@ class QuantizePlan(BucketPlan):
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
     def _average_shares(
-        self, sent: Coded, values: torch.Tensor, rank: int, of_mean: RandomBits | None
+        self, sent: Coded, values: torch.Tensor, rank: int
     ) -> Round[tuple[Coded, torch.Tensor | None]]:
         """Return the coded mean, and what encoding this member's share of it has lost, to keep a residual.
 
@@ -256,8 +238,7 @@ class QuantizePlan(BucketPlan):
         lost = None
         if self.config.error_feedback:
             lost = values.new_empty(share.stop - share.start, blocks.block)
-        of_share = None if of_mean is None else of_mean.of(share)
-        args = MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype)
+        args = MeanArgs(received, blocks, share, codebook, lost, self.dtype)
         mean = code_kernels_for(values).averaged(args)
         return Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share), lost
 
@@ -287,7 +268,3 @@ class QuantizePlan(BucketPlan):
         code_kernels_for(means).decode(messages, self.blocks, CODEBOOKS[self.config.bits], means)
         norm: torch.Tensor = torch.linalg.vector_norm(means, dtype=torch.float64)
         return norm.square()
-
-    @cached_property
-    def _rng(self) -> CounterRNG:
-        return CounterRNG(self.blocks, self.specs, self.config.seed)

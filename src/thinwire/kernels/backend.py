@@ -12,7 +12,6 @@ from thinwire.kernels.matrices import MatmulBatch, Reconstruction, Rows, Write
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded
 from thinwire.tensors.entries import EntryLayout
-from thinwire.tensors.rounding import RandomBits
 
 # The largest matrix rank that Numba serves. Defined here, to be known without importing Numba.
 NUMBA_FACTOR_ROWS = 4
@@ -71,7 +70,6 @@ class MeanArgs(NamedTuple):
     blocks: Blocks  # the bucket's
     own: slice  # which of the blocks were received
     codebook: Codebook
-    draws: RandomBits | None  # of these blocks, for stochastic rounding; None for the nearest level
     # Receives what encoding the mean has lost, shape (blocks, block), with arbitrary values after the end of
     # a short block. None to discard it.
     lost: torch.Tensor | None
@@ -100,11 +98,8 @@ class CodeKernels:
     scale, rounded once. Encoding may differ in a scale's last bit: all members receive the scale.
     """
 
-    encoded: Callable[[torch.Tensor, Blocks, Codebook, RandomBits | None], Coded]
-    """Encodes all blocks of a flat tensor: a row for each member, which averages it.
-
-    Random bits are for stochastic rounding; without them the nearest level is taken.
-    """
+    encoded: Callable[[torch.Tensor, Blocks, Codebook], Coded]
+    """Encodes all blocks of a flat tensor to the nearest levels: a row for each member, which averages it."""
 
     averaged: Callable[[MeanArgs], Coded]
     """Averages what members have sent of some blocks, and encodes the mean: one row."""

@@ -1,4 +1,4 @@
-"""Codes with PyTorch: for every device and dtype, nearest and stochastic."""
+"""Codes with PyTorch: for every device and dtype."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from thinwire.kernels.matrices import round_into
 from thinwire.tensors.accelerators import is_accelerator
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, pack, packed_bytes, unpack
-from thinwire.tensors.rounding import RandomBits
 
 # How many elements are encoded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
 MAX_COMPARISONS = 3
 
 
-def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook) -> Coded:
     """Encode a row for each block; if some are short, rows of a copy padded with zeros."""
-    codes, scales = _encoded(blocks.rows(flat), blocks, slice(blocks.total), codebook, draws)
+    codes, scales = _encoded(blocks.rows(flat), blocks, slice(blocks.total), codebook)
     return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
 
 def averaged(item: MeanArgs) -> Coded:
     """Sum member after member, and encode the mean."""
-    received, blocks, own, codebook, draws, lost, dtype = item
+    received, blocks, own, codebook, lost, dtype = item
     members, num_blocks = len(received.message), own.stop - own.start
     device, block = received.message.device, blocks.block
     all_codes, all_scales = received.codes, received.scales
@@ -42,7 +41,7 @@ def averaged(item: MeanArgs) -> Coded:
         # Below four bits, a zero is decoded as a small number, which would affect the block's scale.
         if not blocks.are_whole:
             mean[some].masked_fill_(_behind(lengths[some], block), 0)
-    codes, scales = _encoded(mean, blocks, own, codebook, draws)
+    codes, scales = _encoded(mean, blocks, own, codebook)
     if lost is not None:
         for some in _cached(mean):
             lost[some] -= _decoded(codes[some], scales[some], levels, block, codebook)
@@ -124,7 +123,7 @@ def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
 
 
 def _encoded(
-    rows: torch.Tensor, blocks: Blocks, own: slice, codebook: Codebook, draws: RandomBits | None
+    rows: torch.Tensor, blocks: Blocks, own: slice, codebook: Codebook
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales of the rows of some blocks."""
     num_blocks, block = rows.shape
@@ -139,8 +138,7 @@ def _encoded(
         scale = _scales(part, lengths[some], codebook)
         # Use the bf16 scale, with which codes are decoded, not the exact one.
         units = _in_units(part, scale)
-        if fits or draws is None:
-            positions = _nearest(units, levels, codebook)
+        positions = _nearest(units, levels, codebook)
         if fits:
             coded = _levels_at(positions, levels, codebook)
             # Codes after the end of a short block belong to no numbers.
@@ -149,8 +147,6 @@ def _encoded(
             # The factor that minimises the codes' squared error.
             factors = (units * coded).sum(1) / coded.square().sum(1)
             scale = _usable((scale.to(dtype) * factors).bfloat16())
-        if draws is not None:
-            positions = _drawn(_in_units(part, scale), draws.of(some), levels)
         codes[some], scales[some] = pack(positions, codebook.bits), scale
     return codes, scales
 
@@ -208,15 +204,6 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
         # A number exactly in the middle rounds down, as in a search.
         positions += units > middle
     return positions
-
-
-def _drawn(units: torch.Tensor, draws: RandomBits, levels: torch.Tensor) -> torch.Tensor:
-    """Return the index of one of the two levels around each number, with that mean, uint8."""
-    # Without the outermost levels: a number beyond them is rounded to one of the last two.
-    lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
-    upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
-    uniform = draws.uniform(units.shape[1], units.dtype)
-    return (lower + (uniform < upper_share)).to(torch.uint8)
 
 
 def _decoded(

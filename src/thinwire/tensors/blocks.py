@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -80,7 +80,10 @@ class Blocks:
         # After a tensor with a short last block, blocks start earlier by the missing elements.
         offsets = accumulate(self.numels, initial=0)
         lags = [offset - self.block * first for offset, first in zip(offsets, self.starts[:-1], strict=False)]
-        return DeviceCopies(self.block * torch.arange(self.total, device="cpu") + self.spread(lags))
+        lag_of_blocks = torch.tensor(lags, dtype=torch.int64, device="cpu").repeat_interleave(
+            torch.tensor(self.counts, device="cpu")
+        )
+        return DeviceCopies(self.block * torch.arange(self.total, device="cpu") + lag_of_blocks)
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a row for each block, short ones padded with zeros: a view if none is short."""
@@ -113,9 +116,3 @@ class Blocks:
                     slice(offset + here.start, offset + here.stop),
                     slice(there, there + here.stop - here.start),
                 )
-
-    def spread(self, values: Sequence[int]) -> torch.Tensor:
-        """Repeat a number per tensor for each of its blocks."""
-        return torch.tensor(values, dtype=torch.int64, device="cpu").repeat_interleave(
-            torch.tensor(self.counts, device="cpu")
-        )

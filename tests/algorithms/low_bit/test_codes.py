@@ -11,12 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from catalog import numbers, spec
+from catalog import numbers
 from thinwire.kernels import dispatch
 from thinwire.kernels.backend import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded
-from thinwire.tensors.rounding import CounterRNG
 
 every_bits = pytest.mark.parametrize("bits", CODEBOOKS)
 BLOCKS = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
@@ -100,7 +99,7 @@ def test_each_number_becomes_the_nearest_level_or_each_block_what_is_near_it(
     bits: int, kernels: CodeKernels
 ) -> None:
     flat, codebook = numbers(BLOCKS), CODEBOOKS[bits]
-    coded = kernels.encoded(flat, BLOCKS, codebook, None)
+    coded = kernels.encoded(flat, BLOCKS, codebook)
     assert coded.codes.shape == (BLOCKS.num_members, BLOCKS.share, 64 * bits // 8)
     found = torch.empty_like(flat)
     kernels.decode([coded], BLOCKS, codebook, found)
@@ -119,7 +118,7 @@ def test_each_number_becomes_the_nearest_level_or_each_block_what_is_near_it(
 @every_bits
 def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     codebook, own = CODEBOOKS[bits], BLOCKS.shares[0]
-    sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook, None) for seed in range(3)]
+    sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook) for seed in range(3)]
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
     for coded, flat in zip(sent, values, strict=True):
         kernels.decode([coded], BLOCKS, codebook, flat)
@@ -128,11 +127,11 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
     received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], BLOCKS.share)
     lost = torch.empty(own.stop - own.start, 64)
-    mean = kernels.averaged(MeanArgs(received, BLOCKS, own, codebook, None, lost, torch.float32))
+    mean = kernels.averaged(MeanArgs(received, BLOCKS, own, codebook, lost, torch.float32))
     true = np.mean([flat.double().numpy() for flat in values], axis=0)
     blocks = list(reference_blocks(BLOCKS, true))[own]
     decoded = torch.empty(sum(BLOCKS.numels))
-    whole = kernels.encoded(decoded.zero_(), BLOCKS, codebook, None)
+    whole = kernels.encoded(decoded.zero_(), BLOCKS, codebook)
     whole.message[0] = mean.message[0]
     kernels.decode([whole], BLOCKS, codebook, decoded)
     results = list(reference_blocks(BLOCKS, decoded.double().numpy()))[own]
@@ -150,11 +149,11 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     compiled, plain = numba_kernels(), dispatch.TORCH_TABLES.codes
     blocks, codebook = Blocks((2500, 3, 0, 2 * block, 1, 65), block, 2), CODEBOOKS[bits]
     flat = numbers(blocks)
-    mine, theirs = (kernels.encoded(flat, blocks, codebook, None) for kernels in (compiled, plain))
+    mine, theirs = (kernels.encoded(flat, blocks, codebook) for kernels in (compiled, plain))
     torch.testing.assert_close(mine.scales.float(), theirs.scales.float(), rtol=2**-7, atol=0)
     assert (mine.codes != theirs.codes).float().mean() < 0.1
     theirs = mine
-    other = plain.encoded(flat.roll(1), blocks, codebook, None)
+    other = plain.encoded(flat.roll(1), blocks, codebook)
     decoded = [flat.new_empty(2, len(flat)) for _ in range(2)]
     for kernels, (target, mean) in zip((compiled, plain), decoded, strict=True):
         kernels.decode([theirs], blocks, codebook, target)
@@ -179,7 +178,7 @@ def test_what_is_not_finite_has_such_a_scale_and_comes_out_as_nan(
 ) -> None:
     flat, codebook = numbers(BLOCKS), CODEBOOKS[bits]
     flat[5] = value
-    coded = kernels.encoded(flat, BLOCKS, codebook, None)
+    coded = kernels.encoded(flat, BLOCKS, codebook)
     assert coded.scales.flatten()[: BLOCKS.total].isfinite().tolist() == [False] + [True] * (BLOCKS.total - 1)
     found = torch.empty_like(flat)
     kernels.decode([coded], BLOCKS, codebook, found)
@@ -192,9 +191,9 @@ def coded_twice(
 ) -> torch.Tensor:
     """What becomes of numbers that all members have: each one's codes, and those of their mean."""
     blocks, codebook, found = Blocks((len(flat),), block, 1), CODEBOOKS[bits], torch.empty_like(flat)
-    message = kernels.encoded(flat, blocks, codebook, None).message.repeat(members, 1)
+    message = kernels.encoded(flat, blocks, codebook).message.repeat(members, 1)
     received = Coded.arrived(message, blocks.share)
-    item = MeanArgs(received, blocks, blocks.shares[0], codebook, None, None, torch.float32)
+    item = MeanArgs(received, blocks, blocks.shares[0], codebook, None, torch.float32)
     kernels.decode([kernels.averaged(item)], blocks, codebook, found)
     return found
 
@@ -235,39 +234,3 @@ def test_both_roundings_bring_every_block_nearer_than_nothing_does(
         # Below 1.2e-38 there are no scales, of which the largest may be the last level's multiple.
         is_tiny = part.abs().mean() < 2e-36 or part.abs().max() < 1.2e-38 * CODEBOOKS[bits].levels[-1]
         assert left < whole or (left == whole and is_tiny)
-
-
-@pytest.mark.parametrize("bits", [8, 6, 5, 4])
-def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels) -> None:
-    blocks, codebook = Blocks((64,) * 400, 64, 1), CODEBOOKS[bits]
-    one = torch.linspace(-1, 1, 64) ** 3
-    names = [f"layer {index}" for index in range(400)]
-    draws = CounterRNG(blocks, [spec(name, 64) for name in names], 0).draws(0, [0], one.device)[0]
-    coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
-    found = torch.empty(64 * 400)
-    kernels.decode([coded], blocks, codebook, found)
-    step = (torch.tensor(codebook.levels).diff().max() * coded.scales[0, 0]).item()
-    assert (found.view(400, 64) - one).abs().max() <= 1.01 * step
-    assert found.view(400, 64).std(0).max() > 0.2 * step / 8
-    assert (found.view(400, 64).mean(0) - one).abs().max() < 4 * step / 2 / math.sqrt(400)
-
-
-def test_draws_depend_on_name_step_seed_and_who_but_not_on_neighbours() -> None:
-    alone, among = Blocks((100,), 16, 2), Blocks((30, 100), 16, 2)
-    device = torch.device("cpu")
-
-    def drawn(blocks: Blocks, names: list[str], seed: int = 0, step: int = 0, who: int = 0) -> torch.Tensor:
-        specs = [spec(name, numel) for name, numel in zip(names, blocks.numels, strict=True)]
-        return CounterRNG(blocks, specs, seed).draws(step, [who], device)[0].uniform(16, torch.float32)[-7:]
-
-    first = drawn(alone, ["weight"])
-    assert torch.equal(first, drawn(among, ["bias", "weight"]))
-    assert 0 <= first.min() < first.max() < 1
-    others = [
-        drawn(alone, ["bias"]),
-        drawn(alone, ["weight"], seed=1),
-        drawn(alone, ["weight"], step=1),
-        drawn(alone, ["weight"], who=1),
-    ]
-    for other in others:
-        assert (other != first).float().mean() > 0.9

@@ -1,4 +1,4 @@
-"""Numba's kernels: fp32 on the CPU, low rank up to 4 on one thread, codes to the nearest level.
+"""Numba's kernels: fp32 on the CPU, low rank up to 4 on one thread, codes.
 
 Compiled passes read and write each element once; PyTorch's operations take several passes. Functions that are
 not compiled here are PyTorch's.
@@ -23,7 +23,6 @@ from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
 from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, packed_bytes
-from thinwire.tensors.rounding import RandomBits
 
 
 def _addresses_of(group: MatrixGroup) -> tuple[Addresses, Addresses | None]:
@@ -105,10 +104,8 @@ def _filled(factors: torch.Tensor) -> FactorBatch:
     return filled
 
 
-def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
-    """Read all numbers once; use PyTorch's operations for stochastic rounding."""
-    if draws is not None:
-        return torch_codes.encoded(flat, blocks, codebook, draws)
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook) -> Coded:
+    """Read all numbers once."""
     size = packed_bytes(blocks.block, codebook.bits)
     coded = Coded.empty(blocks.total, blocks.num_members, blocks.share, size)
     flat = flat.float().contiguous()
@@ -117,10 +114,8 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
 
 
 def averaged(item: MeanArgs) -> Coded:
-    """Read all messages once; use PyTorch's operations for stochastic rounding."""
-    received, blocks, own, codebook, draws, lost, _ = item
-    if draws is not None:
-        return torch_codes.averaged(item)
+    """Read all messages once."""
+    received, blocks, own, codebook, lost, _ = item
     size = packed_bytes(blocks.block, codebook.bits)
     coded = Coded.empty(own.stop - own.start, 1, blocks.share, size)
     # fp32 whatever torch's default dtype: compiled code writes fp32 to its address.

@@ -14,7 +14,6 @@ Parameters, if a kernel has them:
     tiles: The number of programs for the blocks of one member.
     starts, lengths: Each block's start in `flat`, and its number of elements, int64; None if no block is
         shorter than others.
-    keys, bases, owners: As in `RandomBits`; None to round to the nearest level.
     levels: The codebook's levels, fp32; LAST, LEVELS: the last one and their number.
     lost: What encoding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
         `until` the one after them.
@@ -31,7 +30,7 @@ Parameters, if a kernel has them:
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.compiled_levels import drawn, level_of, nearest, uniform_numbers
+from thinwire.kernels.triton.compiled_levels import level_of, nearest
 
 # Triton specialises on whether a number is one, and whether 16 divides it or an address. Buckets of different
 # sizes would have different kernels, each of which takes seconds in the first step. It helps only gradients
@@ -41,9 +40,7 @@ ONE_KERNEL = {
         "stride", "other_stride", "sent_stride", "received_stride", "share", "tiles", "count", "own", "until",
         "members",
     ],
-    "do_not_specialize_on_alignment": [
-        "starts", "lengths", "keys", "bases", "owners", "levels", "message", "other", "sent", "received",
-    ],
+    "do_not_specialize_on_alignment": ["starts", "lengths", "levels", "message", "other", "sent", "received"],
 }  # fmt: skip
 
 
@@ -212,7 +209,7 @@ def _in_units(x, bits):
 
 @triton.jit
 def _code(
-    x, real, lengths, keys, bases, owners, first, r, column, rows, levels, row, share, start,
+    x, real, lengths, r, column, rows, levels, row, share, start,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
@@ -220,14 +217,10 @@ def _code(
     """Store scales and codes of some blocks, padded with zeros, and return the decoded numbers."""
     bits = _scale_bits(x, lengths, LAST, STATISTIC, LEAST, MOST, OUTER, ROWS, INNER)
     units = _in_units(x, bits)
-    if keys is None or STATISTIC == "least squares":
-        positions = nearest(units, levels, BITS, LEVELS, CUBIC)
+    positions = nearest(units, levels, BITS, LEVELS, CUBIC)
     if STATISTIC == "least squares":
         coded = tl.where(real, level_of(positions, levels, BITS, LEVELS, CUBIC), 0.0)
         bits = _fitted_bits(bits, units, coded, OUTER, ROWS, INNER)
-    if keys is not None:
-        uniform = uniform_numbers(keys, bases, owners, first + r, rows, _inside(column), BLOCK)
-        positions = drawn(_in_units(x, bits), uniform, levels, BITS, LEVELS, CUBIC)
     # Including padding blocks of the last member's row: they are sent.
     tl.store(_scales_at(row, start) + r, bits.to(tl.int16), (start + r < share) & (column == 0))
     codes = _codes_at(row, share, start, BLOCK, BITS)
@@ -297,7 +290,7 @@ def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit(**ONE_KERNEL)
 def encode(
-    flat, starts, lengths, keys, bases, owners, levels, message, stride, share, tiles, count,
+    flat, starts, lengths, levels, message, stride, share, tiles, count,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
@@ -315,16 +308,14 @@ def encode(
         x = _in_one_thread(flat, starts, lengths, first + r, column, rows)
     x = x.to(tl.float32)
     _code(
-        x, real, length, keys, bases, owners, first, r, column, rows, levels,
-        message + member.to(tl.int64) * stride, share, start,
+        x, real, length, r, column, rows, levels, message + member.to(tl.int64) * stride, share, start,
         LAST, STATISTIC, LEAST, MOST, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
     )  # fmt: skip
 
 
 @triton.jit(**ONE_KERNEL)
 def average(
-    received, received_stride, lengths, keys, bases, owners, levels, message, lost,
-    share, count, own, members,
+    received, received_stride, lengths, levels, message, lost, share, count, own, members,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
@@ -344,10 +335,8 @@ def average(
     # Below four bits a zero is decoded as a small number, which after a short block would affect its scale.
     if lengths is not None or BLOCK < OUTER * INNER * CODES:
         mean = tl.where(real, mean, 0.0)
-    if owners is not None:
-        owners += -own  # the given owners start with this member's
     coded = _code(
-        mean, real, length, keys, bases, owners, own + start, r, column, rows, levels, message, share, start,
+        mean, real, length, r, column, rows, levels, message, share, start,
         LAST, STATISTIC, LEAST, MOST, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
     )  # fmt: skip
     if lost is not None:

@@ -1,4 +1,4 @@
-"""The levels of codes, and the choice of a number's level: the nearest, or a random one.
+"""The levels of codes, and the choice of a number's level.
 
 Parameters are as in `compiled_codes`.
 """
@@ -69,43 +69,3 @@ def nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.c
         positions = tl.where(units > 0, positions, positions ^ (LEVELS - 1))
     # A NaN, which makes its block's scale NaN, needs a valid index as well.
     return tl.minimum(positions, LEVELS - 1)
-
-
-@triton.jit
-def drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the index of one of the two levels around each number, with that mean."""
-    if BITS > 4 or CUBIC:
-        whole = units + WHOLE
-        if CUBIC:
-            whole = _near(units, 0.0)
-        level = whole - WHOLE
-        if CUBIC:
-            level = _cubic(level, CUBIC)
-        lower = whole.to(tl.int32, bitcast=True) - (WHOLE_BITS - LEVELS // 2) - (units < level).to(tl.int32)
-        lower = tl.minimum(tl.maximum(lower, 0), LEVELS - 2).to(tl.uint32)
-    else:
-        lower = tl.zeros(units.shape, tl.uint32)
-        for place in tl.static_range(1, LEVELS - 1):
-            lower += (units >= tl.load(levels + place)).to(tl.uint32)
-    below = level_of(lower, levels, BITS, LEVELS, CUBIC)
-    share = units - below
-    if BITS <= 4:
-        # Beyond the outermost levels it is below 0 or above 1, and no draw changes the outcome.
-        share = tl.div_rn(share, level_of(lower + 1, levels, BITS, LEVELS, CUBIC) - below)
-    return lower + (uniform < share).to(tl.uint32)
-
-
-@triton.jit
-def uniform_numbers(keys, bases, owners, b, rows, inside, BLOCK: tl.constexpr):
-    """Return the draws of `RandomBits.uniform`."""
-    owner = tl.load(owners + b, rows, other=0)
-    first = b.to(tl.uint32) * BLOCK + tl.load(bases + owner).to(tl.uint32)
-    words = first[None, :] + inside.to(tl.uint32)
-    words = words * 0x9E3779B1 + tl.load(keys + owner).to(tl.uint32)[None, :]
-    words ^= words >> 16
-    words = words * 0x21F0AAAD
-    words ^= words >> 15
-    words = words * 0x735A2D97
-    words ^= words >> 15
-    # Take as many bits as fp32 holds, so that every draw is exact and below one on every device.
-    return (words >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)

@@ -12,7 +12,6 @@ from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, block_bytes
-from thinwire.tensors.rounding import RandomBits
 
 # How many numbers a program holds; a longer block has a program for itself.
 ELEMENTS = 2048
@@ -28,7 +27,7 @@ OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 COLUMN = 4  # codes of a column, as `compiled_codes` says
 
 
-def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook) -> Coded:
     """Take one launch."""
     # Kernels compute addresses from the first number.
     flat, members = flat.contiguous(), blocks.num_members
@@ -41,7 +40,6 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
         [
             flat,
             *_places(blocks, flat.device),
-            *_draws(draws),
             _levels(codebook, flat.device),
             *_rows(coded),
             blocks.share,
@@ -55,7 +53,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Rando
 
 def averaged(item: MeanArgs) -> Coded:
     """Take one launch."""
-    received, blocks, own, codebook, draws, lost, _ = item
+    received, blocks, own, codebook, lost, _ = item
     device, message = received.message.device, received.message
     coded = _empty(blocks, codebook, 1, device)
     launcher.launch(
@@ -64,7 +62,6 @@ def averaged(item: MeanArgs) -> Coded:
         [
             *_rows(received),
             _places(blocks, device)[1],
-            *_draws(draws),
             _levels(codebook, device),
             coded.message,
             lost,
@@ -138,10 +135,6 @@ def _empty(blocks: Blocks, codebook: Codebook, rows: int, device: torch.device) 
 
 def _rows(coded: Coded) -> tuple[torch.Tensor, int]:
     return coded.message, coded.message.stride(0)
-
-
-def _draws(draws: RandomBits | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    return (None, None, None) if draws is None else (draws.keys, draws.bases, draws.owners)
 
 
 def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
