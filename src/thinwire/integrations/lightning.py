@@ -345,6 +345,7 @@ class ThinwireCallback(Callback):
             self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._logged_step = trainer.global_step  # another Trainer's fit counts from 0
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]

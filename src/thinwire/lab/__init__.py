@@ -121,11 +121,12 @@ class Network:
         self.delays = self.links[0].delays
         self.has_relay = self.delays != Delays()
         self._namespaces: list[Namespace] = []
+        self._checked_bytes: list[int] = []  # by machine, sent before the command was started
         self._open = ExitStack()
-        self._checked_bytes = [0] * machines  # sent before the command was started
 
     def __enter__(self) -> Network:
-        self._namespaces = []  # it may be opened again
+        # It may be opened again.
+        self._namespaces, self._checked_bytes = [], [0] * self.machines
         with ExitStack() as opened:  # if a later tool fails, everything is removed
             self._core = Namespace()
             # A namespace disappears when no process is left inside.

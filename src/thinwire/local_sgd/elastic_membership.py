@@ -111,13 +111,13 @@ class ElasticMembership:
 
     def save(self) -> dict[str, Any]:
         """Return the engine's state, with the mean residual of all present members. Collective."""
-        self._is_saving, self._saved = True, None
+        self._is_saving = True
         try:
             while self._saved is None:
                 self.average()
             return self._saved
         finally:
-            self._is_saving = False
+            self._is_saving, self._saved = False, None  # it has the residual's bytes
 
     def resume(self) -> None:
         """Continue from a saved state that the contributor has loaded, and other members may have, too."""
@@ -206,7 +206,8 @@ class ElasticMembership:
         # Leaving members have handed over their residual, and saving would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = in_all_processes(self._contributor.next_engine.state_dict, self.group)
+            saved = in_all_processes(self._contributor.next_engine.state_dict, self.group)
+            self._saved = saved if self._is_saving else None
 
     def _commit(self, averaging: _Averaging) -> None:
         contributor, pending, statuses = self._contributor, averaging.pending, averaging.statuses

@@ -345,7 +345,9 @@ class _Run:
         with suppress(RuntimeError):
             before, now = self._stats, self.sync.stats()
             sent = (now.message_bytes - before.message_bytes) / 1e6
-            in_bf16 = (now.gradient_bytes - before.gradient_bytes) / 2e6
+            specs = engine_of(self.sync).specs
+            share = 2 * sum(spec.numel for spec in specs) / sum(spec.gradient_bytes for spec in specs)
+            in_bf16 = share * (now.gradient_bytes - before.gradient_bytes) / 1e6
             if not self.has_averaged:
                 self.votes.say("0 steps were averaged, so nothing was compressed")
             elif self.votes.is_first:
