@@ -72,7 +72,7 @@ class ElasticMembership:
         self._member = self._draw_number()
         # The number of members over which this residual is averaged; 0 for members that resume together.
         self._residual_members = 1
-        self._agreed_changes = 0
+        self._agreed_at_change = 0  # the group's `num_changes` when settings were last compared
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
         self._is_saving = False
@@ -275,12 +275,12 @@ class ElasticMembership:
         self._check_lineage(statuses, kept)
         self._admission.check_finite(statuses)
         self._admission.check_optimizers(statuses)
-        if self._agreed_changes != group.num_changes:
+        if self._agreed_at_change != group.num_changes:
             # Agree before adopting a state: a refused member has changed nothing. Scale the residual even if
             # the averaging then fails: the next change of members starts from this number.
             self._admission.agree(statuses)
             self._join(statuses)
-            self._agreed_changes = group.num_changes
+            self._agreed_at_change = group.num_changes
         # A newcomer's values are those of its own model, which the others' has replaced.
         return statuses, {} if statuses[group.control.rank].is_new else values
 

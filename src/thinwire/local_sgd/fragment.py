@@ -36,8 +36,6 @@ class Averaged(NamedTuple):
 class Buckets:
     """Tensors that are sent flat, as one for each device and dtype, buffers separately."""
 
-    num_rounds = 1  # the last averaging over the group took this many
-
     def __init__(self, averaged: Iterable[Averaged]) -> None:
         kinds = defaultdict(list)
         for tensor in averaged:
@@ -78,6 +76,7 @@ class Fragment(Buckets):
     def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
         self.sent_after = 0  # the step after which its change was last sent, or the copy made
+        self.num_rounds = 1  # of its last averaging over the group
         self.work = 0.0  # of this member since its last averaging
         self.sent_work = 0.0  # the part of it that the pending averaging has sent
         self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; fp32 for 16-bit tensors

@@ -34,6 +34,12 @@ class Replica:
     # Makes the model's parameters this process's shards, as they are between steps.
     show_shards: Callable[[], object] = lambda: None
 
+    @property
+    def place(self) -> str | None:
+        """The part of the model whose state this process saves; None if it saves that of the whole model."""
+        saves_whole = self.pieces or self.inside.size == 1
+        return None if saves_whole else f"part {self.inside.rank} of {self.inside.size}"
+
     def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a whole parameter or buffer."""
         return self.pieces[name].shape if name in self.pieces else tuple(held.shape)

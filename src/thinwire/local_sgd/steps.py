@@ -76,11 +76,11 @@ class Steps(Member):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        averaged, group = prepare_member(model, optimizer, group, buffers=False)
+        averaged_model, group = prepare_member(model, optimizer, group, buffers=False)
         # A joining member takes its first optimizer steps on entry, so it must receive the optimizers.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        gradients = Gradients(averaged, algorithm, group)
+        gradients = Gradients(averaged_model, algorithm, group)
         super().__init__(gradients, ElasticMembership(gradients, type(self).__name__))
 
     def __str__(self) -> str:
