@@ -121,8 +121,7 @@ class PricedSteps:
             seconds = *quartiles(timed, link.transfer), *(quartiles(timed, other)[0] for other in on_others)
             numbers += [timed.timelines[-1].wire_bytes(members), timed.memory_bytes, timed.residual_bytes]
             numbers += [inside_seconds + taken for taken in seconds]
-        # All in one message, and read in the same order. Shards differ in their bytes, but all processes get
-        # equal results, and choose the same.
+        # In one message. Equal on all processes, so that all choose the same, although shards' bytes differ.
         means = iter(self.mean_over_processes(numbers))
         compute_seconds, low_seconds, high_seconds = next(means), next(means), next(means)
         predictions = []

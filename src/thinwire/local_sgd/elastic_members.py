@@ -311,9 +311,8 @@ class DiLoCo(LocalSGD):
     ) -> None:
         if every_steps is None and settings.get("every_seconds") is None:
             every_steps = MANY_STEPS
-        super().__init__(
-            model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer, **settings
-        )
+        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
+        super().__init__(model, optimizer, **settings)
 
 
 def prepare_member(

@@ -199,7 +199,8 @@ class ElasticMembership:
             # Don't abandon it: another member may have received this message, and committed.
             self._doubt = opened
             raise
-        # No message before the commit: it could fail on one member. So the hand-over comes after it.
+        # Hand over after the commit: before it, a message that fails on rank 0 alone would make rank 0 repeat
+        # the averaging that rank 1 commits.
         self.group.commit(True)
         self._commit(opened)
         self._hand_over(opened.statuses)

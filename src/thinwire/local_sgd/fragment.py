@@ -82,13 +82,11 @@ class Fragment(Buckets):
         self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; fp32 for 16-bit tensors
         self.lasts = self.parts(self.last)  # each tensor with its part of the copy, always the same tensors
 
-    def set_last(
-        self, last_average: Mapping[str, torch.Tensor] | None = None, *, buffers: bool = True
-    ) -> None:
+    def set_last(self, saved: Mapping[str, torch.Tensor] | None = None, *, buffers: bool = True) -> None:
         """Set the last average to a saved one; None for the model's values now, the same on all processes."""
         for tensor, last in self.lasts:
             if buffers or not tensor.is_buffer:
-                last.copy_(tensor.value if last_average is None else last_average[tensor.name])
+                last.copy_(tensor.value if saved is None else saved[tensor.name])
 
     def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parts of flat tensors by name, as copies on the CPU."""

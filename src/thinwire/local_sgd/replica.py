@@ -56,9 +56,7 @@ class Replica:
             for name, part in held.items()
         }
         parts = parts_of_all({HELD: dict(held)}, self.inside)
-        return assemble([HELD], parts, specs, lambda part, whole: self._cut(part.label, whole, part.rank))[
-            HELD
-        ]
+        return assemble([HELD], parts, specs, lambda it, whole: self._cut(it.label, whole, it.rank))[HELD]
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this process's parts of tensors with the shapes of whole parameters: copies if cut."""
