@@ -66,9 +66,7 @@ class LinkSpec:
     def delays(self) -> Delays:
         """The delays and losses of a packet between two machines. A round trip is two ways."""
         known = "a duration must be like 20ms, 500us or 0.1s, up to 2s"
-        latency, jitter = (
-            number_with_unit(time, SECONDS, 0, 2, known) for time in (self.latency, self.jitter)
-        )
+        latency, jitter = (number_with_unit(it, SECONDS, 0, 2, known) for it in (self.latency, self.jitter))
         known = "a loss must be a percentage such as 0.1%, up to 50%"
         return Delays(latency / 2, jitter / 2, number_with_unit(self.loss, {"%": 0.01}, 0, 0.5, known))
 

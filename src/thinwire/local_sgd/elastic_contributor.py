@@ -102,9 +102,7 @@ class ElasticContributor(ABC):
         # Tensors are found by identity: names in a compiled block differ from those in the average.
         averaged = {id(item.tensor) for item in self.model.tensors()}
         named = chain(self.model.module.named_parameters(), self.model.module.named_buffers())
-        return {
-            plain_name(name): local_tensor(tensor) for name, tensor in named if id(tensor) not in averaged
-        }
+        return {plain_name(name): local_tensor(it) for name, it in named if id(it) not in averaged}
 
     def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes.
@@ -176,10 +174,8 @@ class ElasticContributor(ABC):
         self.reset(loaded.step, members["turns"])
 
 
-def _kinds(tensors: Mapping[str, object]) -> dict[str, object]:
-    return {
-        name: (it.shape, it.dtype) if isinstance(it, torch.Tensor) else it for name, it in tensors.items()
-    }
+def _kinds(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: (it.shape, it.dtype) if isinstance(it, torch.Tensor) else it for name, it in values.items()}
 
 
 class ElasticChanges(ModelChanges, ElasticContributor):

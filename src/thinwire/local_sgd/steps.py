@@ -127,9 +127,8 @@ class Steps(Member):
         check_owned(self._optimizers, set(map(id, self.module.parameters())))
         self._model.check_loads()
         self._contributor.work = float(number("work", work, minimum=0))
-        with full_precision(self._model.device):  # the step may run under autocast
+        with self._observed(), full_precision(self._model.device):  # the step may run under autocast
             self._membership.average()
-        self._tell_observers()
 
 
 class Gradients(ElasticContributor):
