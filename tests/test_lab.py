@@ -178,10 +178,11 @@ def test_packets_are_late_or_lost_and_keep_their_order(options: list[str], secon
 @pytest.mark.alone
 def test_a_link_that_misses_what_was_asked_for_is_refused() -> None:
     network = Network(2, LinkSpec("10mbit", latency="60ms"))
+    for _ in range(2):  # it can be opened again
+        with network:
+            assert network.sent_bytes(0) < 10**4
+            network.check_link()
     with network:
-        pass  # it can be opened again
-    with network:
-        network.check_link()
         network.links[0] = LinkSpec("10mbit", latency="90ms")
         with pytest.raises(CommunicationError, match="but 90ms and 10mbit were requested: this computer is"):
             network.check_link()

@@ -29,8 +29,6 @@ from thinwire.watch import read_run
 from training import error_of, told_by_all
 from watch.test_watch import train as train_on
 
-# Members on a link that is given
-
 
 class LinkClock:
     """The clock of a member: 20 ms of arithmetic a step, and a link of so many bytes per second."""
@@ -98,7 +96,7 @@ def choosers_of(
         clock = LinkClock(simulated.engines[rank], rate)
         return Auto(simulated.syncs[rank], TRAINING, Rules(0.01, 0.05, 2, every_steps), [], clock)
 
-    return run_members(2, chooser_of)
+    return run_members(len(simulated.syncs), chooser_of)
 
 
 def test_a_step_that_is_dropped_is_no_measurement() -> None:
@@ -110,9 +108,12 @@ def test_a_step_that_is_dropped_is_no_measurement() -> None:
 
 
 def test_after_a_single_choice_it_stays_with_what_it_has(simulated: Simulation) -> None:
-    choosers = choosers_of(simulated, every_steps=None)
-    train_on(simulated, range(ALL_TRIALS + 6))
-    assert [str(sync.algorithm) for sync in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
+    """Two processes of a machine send different parts, and a choice must not depend on whose they are."""
+    on_machines = Simulation(AllReduce(), simulated.buckets, num_workers=4, workers_per_machine=2)
+    choosers = choosers_of(on_machines, every_steps=None)
+    train_on(on_machines, range(ALL_TRIALS + 6))
+    assert [str(sync.algorithm) for sync in on_machines.syncs] == ["PowerSGD(matrix_rank=4)"] * 4
+    assert len({tuple(trial.sent_bytes for trial in chooser.trials) for chooser in choosers}) == 1
     assert not choosers[0].is_choosing
 
 
@@ -123,9 +124,6 @@ def test_different_arguments_on_a_different_member_are_refused(simulated: Simula
 
     for message in run_members(2, body):
         assert message.startswith("AgreementError: auto(): process 0 has probe_steps 3, process 1 has probe")
-
-
-# The call
 
 
 @pytest.mark.parametrize(

@@ -99,15 +99,9 @@ def test_the_shipped_table_knows_how_far_its_trainings_reach() -> None:
     assert [rank_16(optimizer, 350_000_000) for optimizer in ("SGD", "Sophia")] == ["-0.1", "?"]
 
 
-# Budget
-
-
 def test_the_fastest_within_the_budget_is_advised() -> None:
     for budget, best in ((0.0, TWO), (0.005, TWO), (0.05, ONE), (0.2, ROUGH), (math.inf, UNKNOWN)):
         assert advice_of(*EVERYTHING, budget=budget).best is best
-
-
-# One rule, and the pages
 
 
 STEP_SECONDS, HIDDEN_SECONDS = 0.1, 0.06

@@ -25,7 +25,7 @@ from thinwire.probe import Probe, probe
 from thinwire.tensors.layout import local_tensor
 from training import told_by_all
 
-ROWS, COLUMNS, RANK = 64, 128, 4
+ROWS, COLUMNS, RANK = 63, 128, 4
 FEW = ["AllReduce()", 'Cast("bf16")', "Quantize(bits=4)", f"PowerSGD(matrix_rank={RANK})"]
 
 

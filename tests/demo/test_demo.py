@@ -54,9 +54,6 @@ def test_impossible_options_are_refused_at_once(changes: dict[str, object], mess
         DemoOptions(**changes)  # type: ignore[arg-type]
 
 
-# The command
-
-
 def test_a_failing_process_is_told_in_one_line(tmp_path: Path) -> None:
     (ended,) = run_fresh(_failed, tmp_path, processes=1)
     assert re.fullmatch(r"the training job failed: process [01] ended with exit code 1; see .*", ended.told)

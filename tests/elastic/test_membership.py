@@ -149,7 +149,7 @@ class Run(InTurns[LocalSGD]):
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
         changes = local._contributor
-        (fragment,) = changes.fragments_of(local._schedule.warmup.steps + 1, changes.turns)
+        (fragment,) = changes.fragments_at(local._schedule.warmup.steps + 1, changes.turns)
         due = {each.name: last for each, last in fragment.lasts}
         change = torch.zeros(0, dtype=torch.float64)
         for name, parameter in model.named_parameters():

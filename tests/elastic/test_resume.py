@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,14 @@ class Run(InTurns[Any]):
         *,
         steps: int = 12,
         saves_at: int = -1,
+        savers: Collection[int] = range(9),
         states: dict[int, Any] | None = None,
         joins_at: list[int] | None = None,
         asks: bool = True,
         **struck: Any,
     ) -> None:
         self.kind, self.steps, self.saves_at, self.states = kind, steps, saves_at, states or {}
-        self.asks = asks
+        self.asks, self.savers = asks, savers
         self.saved: dict[int, Any] = {}
         super().__init__(joins_at or [0] * members, **struck)
 
@@ -82,7 +83,7 @@ class Run(InTurns[Any]):
                     self.end(end, member)
                 draw_gradients(model, adapter.steps, member)
                 adapter.step() if isinstance(adapter, Steps) else optimizer.step()
-                if adapter.steps == self.saves_at:
+                if adapter.steps == self.saves_at and member in self.savers:
                     self.saved[member] = adapter.state_dict()
                 wait_for(Turn())
                 self.models[adapter.steps, member] = flat(model)
@@ -178,14 +179,10 @@ def test_a_run_is_saved_by_torch_distributed_checkpoint_too(tmp_path: Path) -> N
 
 
 def test_who_does_not_save_takes_part_and_goes_on() -> None:
-    class One(Run):
-        def train(self, member: int) -> str:
-            self.saves_at = 7 if member == 1 else -1
-            return super().train(member)
-
-    run = One(3, KINDS["local"], steps=12)
+    run = Run(3, KINDS["local"], saves_at=7, savers=(1,))
     assert run.results == ["done"] * 3, run.errors
-    assert set(run.saved) <= {1}
+    assert set(run.saved) == {1}
+    assert not any(adapter._membership._saved for adapter in run.adapters.values())  # it has a model's bytes
 
 
 def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:

@@ -41,6 +41,7 @@ class Run(InTurns[Steps]):
         self.steps, self.adam, self.works = steps, adam, works
         self.algorithm, self.rate = algorithm, rate  # the rate by the steps of all, and a member's own
         self.put_in: dict[int, dict[int, torch.Tensor]] = {}
+        self.observed: set[tuple[int, int]] = set()  # member and step
         super().__init__(joins_at, ends=ends, faults=faults)
 
     def train(self, member: int) -> str:
@@ -55,6 +56,7 @@ class Run(InTurns[Steps]):
         end_step, end = self.ends.get(member, (-1, ""))
         own_steps = 0
         with steps:
+            steps.observers.append(lambda _: self.observed.add((member, steps.steps)))
             self.note(member, optimizers)
             while steps.steps < self.steps:
                 if steps.steps == end_step:
@@ -95,6 +97,7 @@ def test_members_that_come_go_and_vanish_take_the_same_steps() -> None:
     assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (2, 6, 1, 1, 1)
     assert stats.lost_error > 0
     assert [len(run.put_in[step]) for step in range(6)] == [3, 3, 3, 4, 2, 2]
+    assert {(1, 4), (0, 6)} <= run.observed  # the last ones of who has left, and of who stays
     assert run.adapters[0].stats().compression_ratio > 2
 
 

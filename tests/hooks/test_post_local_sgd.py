@@ -105,9 +105,6 @@ def test_its_messages_in_16_bits() -> None:
     assert halves(small) == (True, False)
 
 
-# FACTS 15
-
-
 @in_each_process(2)
 def test_facts_15_parameters_without_a_gradient_are_averaged() -> None:
     """torch leaves them out, though earlier steps have moved them; with none left it fails."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -208,6 +209,18 @@ def test_the_callback_logs_and_a_second_fit_goes_on(tmp_path: Path) -> None:
     assert before() is None  # the memory of the first fit
     fit_again(trainer, Regression(), 3)
     assert strategy.sync.stats().steps == 6  # of a different model, from the start
+
+
+def test_steps_of_a_second_trainer_are_logged_too() -> None:
+    callback, logged = ThinwireCallback(2), list[int]()
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append(step))
+    for _ in range(2):
+        trainer: Any = SimpleNamespace(global_step=0, max_steps=-1, loggers=[logger])
+        trainer.strategy = SimpleNamespace(remembering=SimpleNamespace(stats=thinwire.Stats))
+        callback.on_train_start(trainer, Regression())
+        trainer.global_step = 2
+        callback.on_train_batch_end(trainer, Regression())
+    assert logged == [2, 2]
 
 
 @in_each_process(2)

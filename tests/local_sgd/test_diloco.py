@@ -23,9 +23,6 @@ def diloco(member: Member, **settings: Any) -> DiLoCo:
     return DiLoCo(member.model, member.optimizer, replicas=member.transport, **settings)
 
 
-# Defaults
-
-
 @pytest.mark.parametrize(
     ("size", "settings", "lr", "momentum"),
     [

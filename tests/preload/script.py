@@ -26,6 +26,7 @@ class Own(DistributedDataParallel):
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if "bf16" in sys.argv else torch.float32)
     module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     build = Own if "own forward" in sys.argv else DistributedDataParallel
     model: Any = replicate(module) if "replicate" in sys.argv else build(module)

@@ -194,9 +194,6 @@ def test_what_is_no_probe_is_refused(changed: dict[str, object], message: str, t
             Probe.load(path)
 
 
-# Several connections of Gloo's
-
-
 @in_each_process(2)
 def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told() -> None:
     with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):

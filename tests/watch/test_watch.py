@@ -267,11 +267,18 @@ def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCa
                 raise failure
             super().write(kind, step, values)
 
+        def close(self) -> None:
+            raise failure
+
     simulated, full = simulation(), Full()
     with Watch(simulated.syncs[0], full) as watch, caplog.at_level(logging.WARNING, "thinwire"):
         train(simulated, range(4))
         watch.log(loss=1.0)
-    assert f"step 2: watching ends, training continues: {failure!r}" in caplog.text
+        with Watch(simulated.syncs[0], Full()) as last:
+            pass
+    last.close()
+    for step in (2, 4):
+        assert f"step {step}: watching ends, training continues: {failure!r}" in caplog.text
     assert [kind for kind, _, _ in full.records] == ["run", "plan", "step"]
     assert simulated.syncs[0].steps == 4
 
@@ -311,9 +318,6 @@ def test_skips_that_the_host_does_not_see_are_not_known(path: Path) -> None:
     with Watch(simulated.syncs[0], path):
         train(simulated, range(STEPS), bad_steps=(2,))
     assert [record["nonfinite_steps"] for record in read_run(path).steps] == [None] * STEPS
-
-
-# Growth
 
 
 def train_one_matrix(*matrix_ranks: int) -> None:

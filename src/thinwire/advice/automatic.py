@@ -29,6 +29,7 @@ from thinwire.algorithms import AllReduce
 from thinwire.checks import whole_count, whole_number
 from thinwire.comm import CALL, agree, gather_numbers
 from thinwire.sync import GradientSync, engine_of
+from thinwire.wire import wire_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,8 @@ class Auto:
         names = [EXACT, BASELINE, *sorted(within, key=lambda name: self._losses[name].order)]
         self._candidates = {name: variants[name] for name in names}
         # The replicas' group, and the shards' group if the model is sharded.
-        together = self._engine.settings.health_group
-        self._groups = [self._engine.transport, *([] if together is None else [together])]
+        self._shards = self._engine.settings.health_group
+        self._groups = [self._engine.transport, *([] if self._shards is None else [self._shards])]
         # All must make the same steps with the same algorithms, or they would wait for one another forever.
         described = {name: str(value) for name, value in rules._asdict().items()}
         described |= {CALL: "auto()", "optimizer": str(training.optimizer), "candidates": "; ".join(names)}
@@ -171,25 +172,27 @@ class Auto:
             self.sync.use(self._candidates[name].algorithm)
 
     def _try_out(self, name: str) -> Generator[None, float, Prediction]:
-        traffic = self._engine.traffic
+        counts = self._engine.reporter.counts
         self._use(name)
         for _ in range(UNTIMED_STEPS):
             yield
-        bytes_before, steps_before = traffic.message_bytes, self.sync.steps
-        seconds = []
+        before, seconds = counts(), list[float]()
         for _ in range(self._rules.probe_steps):
             seconds.append((yield))
-        # The slowest process sets the pace.
-        numbers = quantiles(seconds, n=4, method="inclusive")
+        now = counts()
+        handed_bytes = now.message_bytes - before.message_bytes
+        sent_bytes = wire_bytes("all_reduce", handed_bytes, self._engine.inter_node.size)
+        # The slowest process sets the pace. The choice depends on the bytes, too, and shards differ in them.
+        numbers = [*quantiles(seconds, n=4, method="inclusive"), sent_bytes / (now.steps - before.steps)]
         for group in self._groups:
             everyone = gather_numbers(numbers, group, "auto: what the processes have measured")
             numbers = [max(column) for column in zip(*everyone, strict=True)]
-        low_seconds, step_seconds, high_seconds = numbers
+        low_seconds, step_seconds, high_seconds, process_bytes = numbers
         return Prediction(
             name,
             f"thinwire.attach(model, thinwire.{name})",
             *(step_seconds, low_seconds, high_seconds),
-            sent_bytes=(traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before),
+            sent_bytes=process_bytes * (1 if self._shards is None else self._shards.size),
             memory_bytes=self._engine.state.memory_bytes(),
             is_lossy=not self._candidates[name].keeps_16_bits,
             loss=self._losses[name],

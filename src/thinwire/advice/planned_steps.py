@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TypeAlias
 
 from thinwire.advice.advice_page import Advice
 from thinwire.advice.losses import Training, name_in_table
@@ -27,6 +28,8 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 LEAST_GAIN = 0.05  # the default of `thinwire.advise`
 MAX_PARAMETERS = 10**12
 MOMENT = 1e-9  # added to order simultaneous events
+
+Rounds: TypeAlias = Sequence[Sequence[int]]  # the bytes of each bucket's messages
 
 
 def advise_by_size(
@@ -113,9 +116,7 @@ def in_buckets(shapes: Sequence[Shape]) -> list[list[Shape]]:
     return buckets
 
 
-def together(
-    rounds: Sequence[Sequence[int]], ready: Sequence[float], kinds: Sequence[Collective]
-) -> Iterator[Sent]:
+def together(rounds: Rounds, ready: Sequence[float], kinds: Sequence[Collective]) -> Iterator[Sent]:
     """Yield each bucket's first message when it is ready, and the second ones of all at the end, as one."""
     end = ready[-1] + MOMENT
     for (first, *_), seconds in zip(rounds, ready, strict=True):
@@ -124,9 +125,7 @@ def together(
         yield Sent(end + 2 * MOMENT, second, end + 3 * MOMENT, kinds[1])
 
 
-def in_turn(
-    rounds: Sequence[Sequence[int]], ready: Sequence[float], kinds: Sequence[Collective]
-) -> Iterator[Sent]:
+def in_turn(rounds: Rounds, ready: Sequence[float], kinds: Sequence[Collective]) -> Iterator[Sent]:
     """Yield the two messages of each bucket: the second is sent when the next bucket has sent its first."""
     end = ready[-1] + 3 * MOMENT
     waits = [*(seconds + MOMENT for seconds in ready[1:]), end, end, end + 2 * MOMENT]
@@ -136,9 +135,7 @@ def in_turn(
         yield Sent(waits[index] + MOMENT, second, waits[index + 2], kinds[1])
 
 
-def at_once(
-    rounds: Sequence[Sequence[int]], ready: Sequence[float], kinds: Sequence[Collective]
-) -> Iterator[Sent]:
+def at_once(rounds: Rounds, ready: Sequence[float], kinds: Sequence[Collective]) -> Iterator[Sent]:
     """Yield the two messages of each bucket, when it is ready."""
     end = ready[-1] + MOMENT
     for seconds, both in zip(ready, rounds, strict=True):

@@ -119,8 +119,9 @@ class PricedSteps:
         for timed in self.timed.values():
             on_others = [partial(link.transfer, round_trip_seconds=ms / 1e3) for ms in round_trips]
             seconds = *quartiles(timed, link.transfer), *(quartiles(timed, other)[0] for other in on_others)
+            numbers += [timed.timelines[-1].wire_bytes(members), timed.memory_bytes, timed.residual_bytes]
             numbers += [inside_seconds + taken for taken in seconds]
-        # All in one message, with equal results on all processes, so that all choose the same.
+        # In one message. Equal on all processes, so that all choose the same, although shards' bytes differ.
         means = iter(self.mean_over_processes(numbers))
         compute_seconds, low_seconds, high_seconds = next(means), next(means), next(means)
         predictions = []
@@ -128,14 +129,14 @@ class PricedSteps:
             prediction = Prediction(
                 name,
                 code_of(name, "FSDP2" if self.shards else "DDP"),
+                # The processes of a replica send over one link.
+                sent_bytes=(self.shards or 1) * next(means),
+                memory_bytes=round(next(means)),
+                residual_bytes=round(next(means)),
                 step_seconds=next(means),
                 low_seconds=next(means),
                 high_seconds=next(means),
-                # The processes of a replica send over one link.
-                sent_bytes=(self.shards or 1) * timed.timelines[-1].wire_bytes(members),
-                memory_bytes=timed.memory_bytes,
                 is_lossy=not self.variants[name].keeps_16_bits,
-                residual_bytes=timed.residual_bytes,
                 loss=self.losses[name],
                 rounds=timed.timelines[-1].rounds,
                 seconds_at={ms: next(means) for ms in round_trips},

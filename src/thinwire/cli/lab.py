@@ -50,18 +50,16 @@ def lab(
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
     processors of this computer: compare runs with each other, not with a real cluster.
     """
-    slow_machines = {}
+    rates = {}
     for option in slow_machine or []:
         number_text, _, slow_rate = option.partition(":")
         if not number_text.isdecimal() or not slow_rate:
             raise ConfigError(
                 f"--slow-machine must be a machine and its rate, such as 2:10mbit; got {option[:40]!r}"
             )
-        slow_machines[int(number_text)] = slow_rate
+        rates[int(number_text)] = slow_rate
     link = LinkSpec(rate, latency, jitter, loss)
-    network = Network(
-        machines, link, processes_per_machine=processes_per_machine, slow_machines=slow_machines
-    )
+    network = Network(machines, link, processes_per_machine=processes_per_machine, slow_machines=rates)
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
     processes_here(name, network.processes, minimum=1)
     number("grace_seconds", grace_seconds, minimum=0)

@@ -95,12 +95,11 @@ def show(probed: Probe, console: Console) -> None:
     """Print the measurements as a table with bars, then the conclusions."""
     console.print(_table(probed))
     rate = probed.bytes_per_second
+    unknown = "not known: a larger --budget-seconds sends larger messages"
     lines = {
-        "latency": f"{1e3 * probed.latency_seconds:.3f} ms per averaging of {probed.world_size} processes"
+        "latency": f"{1e3 * probed.latency_seconds:.3f} ms per averaging of {probed.world_size} processes",
+        "bandwidth": unknown if rate is None else f"{8e-6 * rate:,.0f} Mbit/s each process sends",
     }
-    lines["bandwidth"] = "not known: a larger --budget-seconds sends larger messages"
-    if rate is not None:
-        lines["bandwidth"] = f"{8e-6 * rate:,.0f} Mbit/s each process sends"
     for kind, factor in probed.wire_factors.items():
         # A smaller factor may be due to other work on the machine.
         if factor > SHOWN_FACTOR:

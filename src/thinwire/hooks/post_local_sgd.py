@@ -111,13 +111,11 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
 
 @not_compiled
-def averaged(
-    state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
-) -> Future[torch.Tensor]:
-    """Average as `post_localSGD_hook` does, with messages in `wire_dtype` if given."""
+def averaged(state: PostLocalSGDState, bucket: GradBucket, wire: WireDtype | None) -> Future[torch.Tensor]:
+    """Average as `post_localSGD_hook` does, with messages in the `wire` dtype if given."""
     state, flat = checked_state(PostLocalSGDState, state), dense_buffer(bucket)
     if not state.is_agreed:
-        _agree(state, wire_dtype, flat.device)
+        _agree(state, wire, flat.device)
     is_local = state.iter >= state.start_localSGD_iter
     # No message, and so no check of what other processes do.
     if is_local and not state.post_local_gradient_allreduce:
@@ -140,11 +138,11 @@ def averaged(
         # One adapter per group, kept: its step spans all buckets of a backward pass.
         if transport.group not in state._adapters:
             settings = Settings(on_nonfinite=state.on_nonfinite)
-            engine = Engine(cast_in(wire_dtype), transport, settings=settings)
+            engine = Engine(cast_in(wire), transport, settings=settings)
             state._adapters[transport.group] = DDPAdapter(engine)
         return state._adapters[transport.group].run(bucket)
     divide_by_contributors(bucket.parameters(), flat, transport.size)
-    return sent_mean(flat, wire_dtype, transport, purpose)
+    return sent_mean(flat, wire, transport, purpose)
 
 
 def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch.device) -> None:

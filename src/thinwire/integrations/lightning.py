@@ -33,7 +33,7 @@ from thinwire.integrations.local import (
     Makes,
     catch_up,
     checked_averaging,
-    checked_steps,
+    checked_step_options,
     makes_auto,
     makes_elastic,
     new_auto,
@@ -142,7 +142,7 @@ class ThinwireStrategy(DDPStrategy):
         self.algorithm = PowerSGD() if averaging is None and hook is None else averaging
         is_attached = isinstance(self.algorithm, Algorithm)
         steps: StepOptions = {"host_check": host_check, "on_nonfinite": on_nonfinite, "machines": machines}
-        self._steps = checked_steps(steps, take_effect=is_attached)
+        self._steps = checked_step_options(steps, take_effect=is_attached)
         check_period(state, arguments.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.local: ModelAverager | None = None
@@ -345,6 +345,7 @@ class ThinwireCallback(Callback):
             self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._logged_step = trainer.global_step  # another Trainer's fit counts from 0
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]

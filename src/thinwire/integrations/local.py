@@ -42,7 +42,7 @@ def checked_averaging(averaging: object) -> Algorithm | Makes:
     return averaging
 
 
-def checked_steps(steps: StepOptions, *, take_effect: bool) -> StepOptions:
+def checked_step_options(steps: StepOptions, *, take_effect: bool) -> StepOptions:
     """Return the settings for `thinwire.attach`, if it is called: those that are not its defaults."""
     of_steps: dict[str, Any] = {name: value for name, value in steps.items() if name != "machines"}
     Settings.of(**of_steps)  # only to be checked

@@ -38,7 +38,7 @@ from thinwire.integrations.local import (
     Makes,
     catch_up,
     checked_averaging,
-    checked_steps,
+    checked_step_options,
     makes_auto,
     makes_elastic,
     new_auto,
@@ -150,7 +150,7 @@ class ThinwireCallback(TrainerCallback):
         self._averages_models = not is_attached and not makes_auto(self.algorithm)
         if self._averages_models and not strict:
             raise ConfigError("strict has no effect on models that are averaged; leave it out")
-        self._steps = checked_steps(steps, take_effect=is_attached)
+        self._steps = checked_step_options(steps, take_effect=is_attached)
         self._checkpoint, self._strict = checkpoint, strict
         self._trainer: Trainer | None = None
         self._model: torch.nn.Module | None = None

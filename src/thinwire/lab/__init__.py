@@ -66,9 +66,7 @@ class LinkSpec:
     def delays(self) -> Delays:
         """The delays and losses of a packet between two machines. A round trip is two ways."""
         known = "a duration must be like 20ms, 500us or 0.1s, up to 2s"
-        latency, jitter = (
-            number_with_unit(time, SECONDS, 0, 2, known) for time in (self.latency, self.jitter)
-        )
+        latency, jitter = (number_with_unit(it, SECONDS, 0, 2, known) for it in (self.latency, self.jitter))
         known = "a loss must be a percentage such as 0.1%, up to 50%"
         return Delays(latency / 2, jitter / 2, number_with_unit(self.loss, {"%": 0.01}, 0, 0.5, known))
 
@@ -121,11 +119,12 @@ class Network:
         self.delays = self.links[0].delays
         self.has_relay = self.delays != Delays()
         self._namespaces: list[Namespace] = []
+        self._checked_bytes: list[int] = []  # by machine, sent before the command was started
         self._open = ExitStack()
-        self._checked_bytes = [0] * machines  # sent before the command was started
 
     def __enter__(self) -> Network:
-        self._namespaces = []  # it may be opened again
+        # It may be opened again.
+        self._namespaces, self._checked_bytes = [], [0] * self.machines
         with ExitStack() as opened:  # if a later tool fails, everything is removed
             self._core = Namespace()
             # A namespace disappears when no process is left inside.

@@ -121,8 +121,7 @@ class Admission:
         everyone = gather_values(described, group.control, purpose)
         texts = [json.dumps(description, sort_keys=True) for description in everyone]
         before = [text for text, status in zip(texts, statuses, strict=True) if not status.is_new] or texts
-        counts = Counter(before)
-        usual = max(counts, key=lambda text: counts[text])
+        usual = Counter(before).most_common(1)[0][0]
         refused = AgreementError()
         try:
             others = [everyone[texts.index(usual)], described]
@@ -155,6 +154,6 @@ def kept_lineage(statuses: Sequence[MemberStatus]) -> int:
     if committed:  # a member has committed the averaging that others are in doubt of
         return min(committed)
     # Newcomers have no vote: they would count the member that sent them its model twice.
-    counts = Counter([status.lineage for status in statuses if not status.is_new] or lineages)
+    voted = [status.lineage for status in statuses if not status.is_new] or lineages
     # All members see the same rows, so all choose the same one: the most frequent, or the first of these.
-    return max(counts, key=lambda lineage: counts[lineage])
+    return Counter(voted).most_common(1)[0][0]

@@ -20,6 +20,7 @@ from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.local_sgd.fragment import Averaged, Fragment
+from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.outer import Outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.training_loop import LOADED, Hook
@@ -101,6 +102,11 @@ class AveragedModel:
                         averaged.append(Averaged(name, buffer, is_buffer=True))
         _check_values(averaged)
         return averaged
+
+    def set_optimizers(self, optimizer: Optimizers) -> None:
+        """Set the optimizers; raise if they do not train this model."""
+        sharded = self.replica.is_sharded
+        self.optimizers = checked_optimizers(optimizer, self.tensors(), self.module, is_sharded=sharded)
 
     def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
         """Return the transport of the group, and that of the subgroup if there is one."""

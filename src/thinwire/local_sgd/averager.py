@@ -106,9 +106,16 @@ class Averager(AbstractContextManager[Any]):
                 )
         _averager_of.update((item.tensor, ref(self)) for item in averaged)
 
-    def _tell_observers(self) -> None:
-        for observer in tuple(self.observers):  # a copy: an observer may remove itself when called
-            observer(True)
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Call the observers at the end if a step was made inside, even if this member has left with it."""
+        steps_before = self._contributor.steps_here
+        try:
+            yield
+        finally:
+            if self._contributor.steps_here > steps_before:
+                for observer in tuple(self.observers):  # a copy: an observer may remove itself when called
+                    observer(True)
 
     def _check_not_over(self, call: str) -> None:
         """Raise if this member has left, or while the model shows the last average."""
@@ -242,9 +249,9 @@ class ModelAverager(Averager):
 
     def _after_step(self, work: float) -> None:
         """Count a step, and average as the schedule says."""
-        self._contributor.count_step(work)
-        self._average_if_due()
-        self._tell_observers()
+        with self._observed():
+            self._contributor.count_step(work)
+            self._average_if_due()
 
     def _average_if_due(self) -> None:
         contributor, membership, schedule = self._contributor, self._membership, self._schedule

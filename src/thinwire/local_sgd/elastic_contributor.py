@@ -1,4 +1,4 @@
-"""The source of what an elastic member averages, and of what a new member starts from; a model's changes."""
+"""What an elastic member contributes to averagings, and what a new member starts from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.local_sgd.inner_optimizers import load_optimizers
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Nesterov, nesterov_lr
 from thinwire.local_sgd.pending_average import PendingAverage
-from thinwire.local_sgd.saved_state import LoadedState, checked_state, packed_state, place_in
+from thinwire.local_sgd.saved_state import LoadedState, checked_state, packed_state
 from thinwire.local_sgd.schedule import Schedule
 from thinwire.sync import Engine
 from thinwire.sync.state import in_memory_order
@@ -65,7 +65,7 @@ class ElasticContributor(ABC):
 
     @abstractmethod
     def start(self, known: Values, scale: float, step: int, *, is_last: bool) -> PendingAverage[Any]:
-        """Send the first messages of an averaging after a step, of known values as far as it needs them.
+        """Send the first messages of an averaging after a step: of the `known` values, else of those now.
 
         The last averaging, with which all members leave, covers all fragments.
         """
@@ -97,18 +97,12 @@ class ElasticContributor(ABC):
             "optimizer": sent or "not sent",
         }
 
-    @property
-    def _place(self) -> str | None:
-        return place_in(self.group.inside) if self.group.has_parts else None
-
     def _tensors_not_averaged(self) -> dict[str, torch.Tensor]:
         """Return by name what else a newcomer must receive: frozen parameters and other buffers."""
         # Tensors are found by identity: names in a compiled block differ from those in the average.
         averaged = {id(item.tensor) for item in self.model.tensors()}
         named = chain(self.model.module.named_parameters(), self.model.module.named_buffers())
-        return {
-            plain_name(name): local_tensor(tensor) for name, tensor in named if id(tensor) not in averaged
-        }
+        return {plain_name(name): local_tensor(it) for name, it in named if id(it) not in averaged}
 
     def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes.
@@ -122,7 +116,7 @@ class ElasticContributor(ABC):
             last_average=self.shared_tensors(),
             sync=self.next_engine.state.common_state(self.next_engine.algorithm) if sync is None else sync,
             outer=None if self.model.outer is None else self.model.outer.state_dict(),
-            place=self._place,
+            place=self.model.replica.place,
             members={
                 "lineage": self.lineage,
                 "commits": self.commits,
@@ -137,7 +131,7 @@ class ElasticContributor(ABC):
         """Return a saved or received state, checked; raise if it is not of this model."""
         shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self.model.tensors()}
         has_outer = self.model.make_outer is not None
-        loaded = checked_state(state, [shapes], place=self._place, has_outer=has_outer)
+        loaded = checked_state(state, [shapes], place=self.model.replica.place, has_outer=has_outer)
         if loaded.pending:
             raise StateError(
                 "the state was saved while an averaging was in progress, but elastic members start from a "
@@ -180,10 +174,8 @@ class ElasticContributor(ABC):
         self.reset(loaded.step, members["turns"])
 
 
-def _kinds(tensors: Mapping[str, object]) -> dict[str, object]:
-    return {
-        name: (it.shape, it.dtype) if isinstance(it, torch.Tensor) else it for name, it in tensors.items()
-    }
+def _kinds(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: (it.shape, it.dtype) if isinstance(it, torch.Tensor) else it for name, it in values.items()}
 
 
 class ElasticChanges(ModelChanges, ElasticContributor):
@@ -210,11 +202,11 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         return self.warmup_engine if step < self.schedule.warmup.steps else self.engine
 
     def contribution(self) -> tuple[float, Values]:
-        fragments = self.fragments_of(self.steps, self.turns)
+        fragments = self.fragments_at(self.steps, self.turns)
         return fragments[0].work, self.changes_of(fragments)
 
     def start(self, known: Values, scale: float, step: int, *, is_last: bool) -> PendingAverage[Fragment]:
-        fragments = self._fragments_left(step) if is_last else self.fragments_of(step, self.turns)
+        fragments = self._fragments_left(step) if is_last else self.fragments_at(step, self.turns)
         changes = {it: known[it] if it in known else it.changes() for it in fragments}
         return self.send(changes, scale, step, is_delayed=self.schedule.is_delayed(step))
 
@@ -222,8 +214,9 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         """Return the fragments that have made steps since their last averaging."""
         # Decide by what a newcomer knows, too. Leave out the fragment that was averaged just now: an outer
         # step without a change would still move it along its momentum.
-        last = self.fragments[(self.turns - 1) % len(self.fragments)] if step == self.averaged_steps else None
-        return [it for it in self.fragments if it is not last] or self.fragments_of(step, self.turns)
+        fragments = self.model.fragments
+        last = fragments[(self.turns - 1) % len(fragments)] if step == self.averaged_steps else None
+        return [it for it in fragments if it is not last] or self.fragments_at(step, self.turns)
 
     def commit_empty(self, *, may_be_empty: bool) -> None:
         self._averaged_at = monotonic()
@@ -248,7 +241,7 @@ class ElasticChanges(ModelChanges, ElasticContributor):
         return {tensor.name: last for tensor, last in self.model.lasts}
 
     def reset(self, step: int, turns: int) -> None:
-        for fragment in self.fragments:
+        for fragment in self.model.fragments:
             fragment.restore_last()
             fragment.work = fragment.sent_work = 0.0
         self.steps = self.averaged_steps = step

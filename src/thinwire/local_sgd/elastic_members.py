@@ -26,7 +26,7 @@ from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import MachineGroup
 from thinwire.local_sgd.groups.state_transfer import plain
 from thinwire.local_sgd.groups.torchft_group import TorchftGroup
-from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
+from thinwire.local_sgd.inner_optimizers import Optimizers, parameters_of
 from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
 from thinwire.local_sgd.replica import Replica
@@ -210,10 +210,10 @@ class LocalSGD(ModelAverager, Member):
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
         schedule.check_gradient_settings(grad_scaler)
-        averaged, group = prepare_member(
+        averaged_model, group = prepare_member(
             model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
-        changes = ElasticChanges(averaged, schedule, algorithm, group)
+        changes = ElasticChanges(averaged_model, schedule, algorithm, group)
         super().__init__(changes, ElasticMembership(changes, type(self).__name__), grad_scaler)
 
     def __str__(self) -> str:
@@ -254,8 +254,8 @@ class LocalSGD(ModelAverager, Member):
         contributor = self._contributor
         with self._attached:
             # Fragments whose turn was not the last one have work left.
-            fragments_have_work = any(fragment.work for fragment in contributor.fragments)
-            is_left = contributor.steps > contributor.averaged_steps or fragments_have_work
+            have_work = any(fragment.work for fragment in self._model.fragments)
+            is_left = contributor.steps > contributor.averaged_steps or have_work
             # The end of this `with` leaves the group, so the last averaging must come inside it.
             if kind is None and is_left and not self.has_left:
                 with suppress(LeftError), self._collective("the end of the context"):
@@ -311,9 +311,8 @@ class DiLoCo(LocalSGD):
     ) -> None:
         if every_steps is None and settings.get("every_seconds") is None:
             every_steps = MANY_STEPS
-        super().__init__(
-            model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer, **settings
-        )
+        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
+        super().__init__(model, optimizer, **settings)
 
 
 def prepare_member(
@@ -338,12 +337,13 @@ def prepare_member(
         group = MachineGroup(group, has_parts=ddp is None)
         if ddp is None:
             parts = replica_of(module, group.transport, has_subgroup=False)
-            replica = replace(parts, inside=group.inside)  # if a message inside fails, the member ends
-    averaged = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
-    tensors = averaged.tensors()
-    averaged.optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
+            # If a message inside fails, the member ends. Each process saves its own part.
+            replica = replace(parts, inside=group.inside, pieces={})
+    averaged_model = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
+    averaged_model.set_optimizers(optimizer)
     if group.send_optimizer:
-        stepped = {id(parameter) for inner in averaged.optimizers for parameter in parameters_of(inner)}
+        stepped = {id(parameter) for inner in averaged_model.optimizers for parameter in parameters_of(inner)}
+        tensors = averaged_model.tensors()
         others = [it.name for it in tensors if not it.is_buffer and id(it.tensor) not in stepped]
         if others:
             raise ConfigError(
@@ -351,4 +351,4 @@ def prepare_member(
                 "optimizers, so a member that joins would not receive their state; pass every optimizer, or "
                 "freeze them"
             )
-    return averaged, group
+    return averaged_model, group

@@ -72,7 +72,7 @@ class ElasticMembership:
         self._member = self._draw_number()
         # The number of members over which this residual is averaged; 0 for members that resume together.
         self._residual_members = 1
-        self._agreed_changes = 0
+        self._agreed_at_change = 0  # the group's `num_changes` when settings were last compared
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
         self._is_saving = False
@@ -111,13 +111,13 @@ class ElasticMembership:
 
     def save(self) -> dict[str, Any]:
         """Return the engine's state, with the mean residual of all present members. Collective."""
-        self._is_saving, self._saved = True, None
+        self._is_saving = True
         try:
             while self._saved is None:
                 self.average()
             return self._saved
         finally:
-            self._is_saving = False
+            self._is_saving, self._saved = False, None  # it has the residual's bytes
 
     def resume(self) -> None:
         """Continue from a saved state that the contributor has loaded, and other members may have, too."""
@@ -199,14 +199,16 @@ class ElasticMembership:
             # Don't abandon it: another member may have received this message, and committed.
             self._doubt = opened
             raise
-        # No message before the commit: it could fail on one member. So the hand-over comes after it.
+        # Hand over after the commit: before it, a message that fails on rank 0 alone would make rank 0 repeat
+        # the averaging that rank 1 commits.
         self.group.commit(True)
         self._commit(opened)
         self._hand_over(opened.statuses)
         # Leaving members have handed over their residual, and saving would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = in_all_processes(self._contributor.next_engine.state_dict, self.group)
+            saved = in_all_processes(self._contributor.next_engine.state_dict, self.group)
+            self._saved = saved if self._is_saving else None
 
     def _commit(self, averaging: _Averaging) -> None:
         contributor, pending, statuses = self._contributor, averaging.pending, averaging.statuses
@@ -274,12 +276,12 @@ class ElasticMembership:
         self._check_lineage(statuses, kept)
         self._admission.check_finite(statuses)
         self._admission.check_optimizers(statuses)
-        if self._agreed_changes != group.num_changes:
+        if self._agreed_at_change != group.num_changes:
             # Agree before adopting a state: a refused member has changed nothing. Scale the residual even if
             # the averaging then fails: the next change of members starts from this number.
             self._admission.agree(statuses)
             self._join(statuses)
-            self._agreed_changes = group.num_changes
+            self._agreed_at_change = group.num_changes
         # A newcomer's values are those of its own model, which the others' has replaced.
         return statuses, {} if statuses[group.control.rank].is_new else values
 

@@ -36,8 +36,6 @@ class Averaged(NamedTuple):
 class Buckets:
     """Tensors that are sent flat, as one for each device and dtype, buffers separately."""
 
-    num_rounds = 1  # the last averaging over the group took this many
-
     def __init__(self, averaged: Iterable[Averaged]) -> None:
         kinds = defaultdict(list)
         for tensor in averaged:
@@ -78,18 +76,17 @@ class Fragment(Buckets):
     def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
         self.sent_after = 0  # the step after which its change was last sent, or the copy made
+        self.num_rounds = 1  # of its last averaging over the group
         self.work = 0.0  # of this member since its last averaging
         self.sent_work = 0.0  # the part of it that the pending averaging has sent
         self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; fp32 for 16-bit tensors
         self.lasts = self.parts(self.last)  # each tensor with its part of the copy, always the same tensors
 
-    def set_last(
-        self, last_average: Mapping[str, torch.Tensor] | None = None, *, buffers: bool = True
-    ) -> None:
+    def set_last(self, saved: Mapping[str, torch.Tensor] | None = None, *, buffers: bool = True) -> None:
         """Set the last average to a saved one; None for the model's values now, the same on all processes."""
         for tensor, last in self.lasts:
             if buffers or not tensor.is_buffer:
-                last.copy_(tensor.value if last_average is None else last_average[tensor.name])
+                last.copy_(tensor.value if saved is None else saved[tensor.name])
 
     def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parts of flat tensors by name, as copies on the CPU."""

@@ -24,11 +24,11 @@ from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.fragment import fragments_of
-from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
+from thinwire.local_sgd.inner_optimizers import Optimizers
 from thinwire.local_sgd.membership import StaticMembership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Nesterov, Outer, check_outer
-from thinwire.local_sgd.saved_state import checked_state, packed_state, place_in, saved_outer
+from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule, Streaming, Warmup
 from thinwire.local_sgd.training_loop import check_ddp, warn_of_ddp
 from thinwire.tensors.layout import local_tensor
@@ -131,13 +131,13 @@ class LocalSGD(ModelAverager, Joinable):
         check_outer(outer)
         schedule.check_gradient_settings(grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
-        averaged = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers, make_outer=outer)
-        tensors = averaged.tensors()
-        averaged.optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
-        group, within = averaged.transports(subgroup)
+        buffers = streaming.average_buffers
+        averaged_model = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
+        averaged_model.set_optimizers(optimizer)
+        group, within = averaged_model.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        changes = ModelChanges(averaged, schedule, algorithm, group, within)
+        changes = ModelChanges(averaged_model, schedule, algorithm, group, within)
         super().__init__(changes, StaticMembership(changes), grad_scaler)
 
     @torch.inference_mode(False)
@@ -328,17 +328,12 @@ class LocalSGD(ModelAverager, Joinable):
             last_average=replica.whole(lasts),
             sync=self.sync.state_dict(),
             outer=saved_outer(model),
-            place=self._place,
+            place=replica.place,
             # The warm-up's last step is exact, and sends the residual; after it, its state is not needed.
             warmup=self._contributor.warmup_engine.state_dict()
             if warmup.algorithm is not None and self.steps < warmup.steps
             else None,
         )
-
-    @property
-    def _place(self) -> str | None:
-        replica = self._model.replica
-        return None if replica.pieces or replica.inside.size == 1 else place_in(replica.inside)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -360,10 +355,13 @@ class LocalSGD(ModelAverager, Joinable):
             {tensor.name: replica.shape_of(tensor.name, tensor.value) for tensor in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        expected: dict[str, Any] = {"place": self._place, "has_outer": self._model.make_outer is not None}
-        expected["has_warmup"] = bool(self._schedule.warmup.algorithm)
-        # A copy: it is used on entry, and the caller may change the original before.
-        loaded = checked_state(copy.deepcopy(state), shapes, **expected)
+        loaded = checked_state(
+            copy.deepcopy(state),  # used on entry: the caller may change the original before
+            shapes,
+            place=replica.place,
+            has_outer=self._model.make_outer is not None,
+            has_warmup=self._schedule.warmup.algorithm is not None,
+        )
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             pending=[(number, replica.own(means)) for number, means in loaded.pending],

@@ -83,7 +83,7 @@ class StaticMembership:
             # Version 0.2 could have several pending averages: all but the last are applied now.
             if self.is_open:
                 self.finish()
-            fragment = contributor.fragments[number]
+            fragment = contributor.model.fragments[number]
             contributor.sent_at = fragment.sent_after
             flats = fragment.empty()
             for tensor, part in fragment.parts(flats):
@@ -117,7 +117,7 @@ class StaticMembership:
 
     @property
     def _weight(self) -> float:
-        return float(not self.divides_by_contributors or self._contributor.fragments[0].work > 0)
+        return float(not self.divides_by_contributors or self._contributor.model.fragments[0].work > 0)
 
     @property
     def rounds_due(self) -> int:
@@ -180,7 +180,7 @@ class StaticMembership:
         Changes made without a step are kept if they are the same on all members. Collective.
         """
         contributor = self._contributor
-        fragments, step = contributor.fragments, contributor.steps
+        fragments, step = contributor.model.fragments, contributor.steps
         changes = contributor.changes_of(fragments)
         is_finite = are_finite(changes, self._shards)
         if self._subgroup is not None:
@@ -235,7 +235,7 @@ class StaticMembership:
         """Average exactly, within the subgroup, fragments that the group does not average now. Collective."""
         contributor, engine = self._contributor, self._subgroup
         assert engine is not None
-        changes = contributor.changes_of(contributor.fragments)
+        changes = contributor.changes_of(contributor.model.fragments)
         self._check_within(engine.transport, is_finite=are_finite(changes, self._shards))
         # Fragments that the group averages now, without a delay, need no subgroup mean first.
         if contributor.is_due() and not contributor.schedule.is_delayed(contributor.steps):

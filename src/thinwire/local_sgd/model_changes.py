@@ -65,11 +65,6 @@ class ModelChanges:
         self.subgroup_engine = None if subgroup is None else Engine(EXACT, subgroup, specs, for_gradients)
         self.end_warmup()
 
-    @property
-    def fragments(self) -> Sequence[Fragment]:
-        """The model's fragments."""
-        return self.model.fragments
-
     def divide(self, averaged: Sequence[Averaged], num_members: int) -> None:
         """Divide the averaged tensors into fragments, and make the outer optimizer that steps them."""
         model, schedule, make = self.model, self.schedule, self.model.make_outer
@@ -93,7 +88,7 @@ class ModelChanges:
 
     def count_work(self, amount: float) -> None:
         """Add to the weight of each fragment's next averaging."""
-        for fragment in self.fragments:
+        for fragment in self.model.fragments:
             fragment.work += amount
 
     @property
@@ -111,13 +106,13 @@ class ModelChanges:
     def due_fragments(self) -> Sequence[Fragment]:
         """Return the fragments that are averaged after this step."""
         turn, _ = self.schedule.position(self.steps - 1)
-        return self.fragments_of(self.steps, turn)
+        return self.fragments_at(self.steps, turn)
 
-    def fragments_of(self, step: int, turn: int) -> Sequence[Fragment]:
+    def fragments_at(self, step: int, turn: int) -> Sequence[Fragment]:
         """Return the fragments whose turn it is after a step: all in the warm-up."""
         if self.schedule.is_warm_up(step):
-            return self.fragments
-        return [self.fragments[turn % len(self.fragments)]]
+            return self.model.fragments
+        return [self.model.fragments[turn % len(self.model.fragments)]]
 
     def end_warmup(self) -> None:
         """Switch to `AllReduce` for the last warm-up step, which sends the residual: no later step would."""

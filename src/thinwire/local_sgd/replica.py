@@ -34,6 +34,12 @@ class Replica:
     # Makes the model's parameters this process's shards, as they are between steps.
     show_shards: Callable[[], object] = lambda: None
 
+    @property
+    def place(self) -> str | None:
+        """The part of the model whose state this process saves; None if it saves that of the whole model."""
+        saves_whole = self.pieces or self.inside.size == 1
+        return None if saves_whole else f"part {self.inside.rank} of {self.inside.size}"
+
     def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a whole parameter or buffer."""
         return self.pieces[name].shape if name in self.pieces else tuple(held.shape)
@@ -50,9 +56,7 @@ class Replica:
             for name, part in held.items()
         }
         parts = parts_of_all({HELD: dict(held)}, self.inside)
-        return assemble([HELD], parts, specs, lambda part, whole: self._cut(part.label, whole, part.rank))[
-            HELD
-        ]
+        return assemble([HELD], parts, specs, lambda it, whole: self._cut(it.label, whole, it.rank))[HELD]
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this process's parts of tensors with the shapes of whole parameters: copies if cut."""

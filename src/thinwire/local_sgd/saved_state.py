@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from thinwire.checks import whole_number
-from thinwire.comm import Transport
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.inner_optimizers import parameters_of
@@ -18,7 +17,7 @@ from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, damage
 from thinwire.torch_private import tree_map
 
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
-LATER = ("warmup", "members", "place")
+OPTIONAL_KEYS = ("warmup", "members", "place")
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -38,14 +37,9 @@ class LoadedState(NamedTuple):
 
 
 def packed_state(**parts: Any) -> dict[str, Any]:
-    """Return a state made of its parts; without those of `LATER` that are None."""
-    optional = {key: part for key in LATER if (part := parts.pop(key, None)) is not None}
+    """Return a state made of its parts; without those of `OPTIONAL_KEYS` that are None."""
+    optional = {key: part for key in OPTIONAL_KEYS if (part := parts.pop(key, None)) is not None}
     return {"version": FORMAT, "in_flight": (), **parts, **optional}
-
-
-def place_in(inside: Transport) -> str:
-    """Return which part of the model a process saves, if each saves its own."""
-    return f"part {inside.rank} of {inside.size}"
 
 
 def checked_state(
@@ -58,7 +52,7 @@ def checked_state(
 ) -> LoadedState:
     """Return the state, checked except for the parts that the engine and the outer optimizer check.
 
-    `shapes` has the shapes of each fragment's tensors, by name; `place` is that of the state to expect.
+    `shapes` has the shapes of each fragment's tensors, by name; `place` is `Replica.place`.
     """
     check_kind(state, KEYS, "LocalSGD.state_dict()")
     with damage_named():

@@ -191,19 +191,20 @@ class Schedule:
             return "group"
         return "subgroup" if self.has_ddp and self.has_subgroup else ""
 
-    def is_due(self, step: int, turn: int, steps: int, seconds: float = 0.0) -> bool:
+    def is_due(self, step: int, turn: int, steps_since: int, seconds_since: float = 0.0) -> bool:
         """Return whether members average after `step` steps.
 
         In the warm-up they average all fragments after each step. Then fragments take turns, evenly spread
-        over `every_steps`: this is turn `turn`, and `steps` and `seconds` have passed since the last one.
+        over `every_steps`: this is turn `turn`, and so many steps and seconds have passed since the last one.
         """
         if self.is_warm_up(step):
             # A DDP model only at the end, so that all start the local phase from the same bits.
             return not self.has_ddp or step == self.warmup.steps
         if self.every_seconds is None:
-            return steps >= self._turn_ends(turn + 1) - self._turn_ends(turn)
+            return steps_since >= self._turn_ends(turn + 1) - self._turn_ends(turn)
         # At the step that ends closest to the time, so that others wait at most half a slow member's step.
-        return seconds + seconds / max(1, steps) / 2 >= self.every_seconds / self.streaming.fragments
+        step_seconds = seconds_since / max(1, steps_since)
+        return seconds_since + step_seconds / 2 >= self.every_seconds / self.streaming.fragments
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the number of turns after `step` steps, and the step after which the last one came."""

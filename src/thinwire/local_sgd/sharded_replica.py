@@ -87,13 +87,13 @@ def _saves_whole(module: nn.Module, replicas: object, meshes: list[DeviceMesh]) 
     return len(inside.intersection(ranks)) != 1
 
 
-def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine) -> GradientSync:
-    pieces = dict(parameters)
-    # Every process has whole buffers.
-    for name, shape, _, dtype, *_ in engine.specs:
-        whole = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-        pieces.setdefault(name, Piece(name, whole, shape, None, 0))
-    return ShardedSync(engine, inside, {spec.name: pieces[spec.name] for spec in engine.specs})
+def _sync_of(pieces: Mapping[str, Piece], inside: Transport, engine: Engine) -> GradientSync:
+    averaged = {}
+    for spec in engine.specs:
+        # Every process has whole buffers.
+        whole = nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), requires_grad=False)
+        averaged[spec.name] = pieces.get(spec.name, Piece(spec.name, whole, spec.shape, None, 0))
+    return ShardedSync(engine, inside, averaged)
 
 
 def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:

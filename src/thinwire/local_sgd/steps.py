@@ -76,11 +76,11 @@ class Steps(Member):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        averaged, group = prepare_member(model, optimizer, group, buffers=False)
+        averaged_model, group = prepare_member(model, optimizer, group, buffers=False)
         # A joining member takes its first optimizer steps on entry, so it must receive the optimizers.
         if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        gradients = Gradients(averaged, algorithm, group)
+        gradients = Gradients(averaged_model, algorithm, group)
         super().__init__(gradients, ElasticMembership(gradients, type(self).__name__))
 
     def __str__(self) -> str:
@@ -127,9 +127,8 @@ class Steps(Member):
         check_owned(self._optimizers, set(map(id, self.module.parameters())))
         self._model.check_loads()
         self._contributor.work = float(number("work", work, minimum=0))
-        with full_precision(self._model.device):  # the step may run under autocast
+        with self._observed(), full_precision(self._model.device):  # the step may run under autocast
             self._membership.average()
-        self._tell_observers()
 
 
 class Gradients(ElasticContributor):

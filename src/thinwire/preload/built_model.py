@@ -345,7 +345,8 @@ class _Run:
         with suppress(RuntimeError):
             before, now = self._stats, self.sync.stats()
             sent = (now.message_bytes - before.message_bytes) / 1e6
-            in_bf16 = (now.gradient_bytes - before.gradient_bytes) / 2e6
+            numel = sum(spec.numel for spec in engine_of(self.sync).specs)
+            in_bf16 = 2e-6 * numel * (now.steps - before.steps)
             if not self.has_averaged:
                 self.votes.say("0 steps were averaged, so nothing was compressed")
             elif self.votes.is_first:

@@ -84,10 +84,8 @@ class MeasuredLink:
         busy_seconds = sent_bytes / self.probe.known_rate()
         late_seconds = self._waiting(collective, handed_bytes, self.members, round_trip_seconds)
         if not self.is_stated:  # add what else a probed message of this size has taken
-            probed_waiting = self._waiting(
-                "all_reduce", averaged_bytes, self.probe.world_size, probed_seconds
-            )
-            late_seconds += seconds - probed_waiting - busy_seconds
+            probed_wait = self._waiting("all_reduce", averaged_bytes, self.probe.world_size, probed_seconds)
+            late_seconds += seconds - probed_wait - busy_seconds
         return Transfer(busy_seconds, max(0.0, late_seconds))
 
     @property

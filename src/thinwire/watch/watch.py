@@ -103,10 +103,14 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching; may be called twice."""
-        if self._writer is not None:
-            self._watched.observers.remove(self._after_step)
-            self._writer.close()
-            self._writer = None
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        self._watched.observers.remove(self._after_step)
+        try:
+            writer.close()
+        except Exception as error:
+            self._warn_of(error)
 
     def log(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Record Python or NumPy numbers, by name, for the last finished step: call it after `backward()`.
@@ -187,9 +191,12 @@ class Watch:
         try:
             self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
-            logger.warning("step %d: watching ends, training continues: %r", self._watched.steps, error)
+            self._warn_of(error)
             self._watched.observers.remove(self._after_step)
             self._writer = None
+
+    def _warn_of(self, error: Exception) -> None:
+        logger.warning("step %d: watching ends, training continues: %r", self._watched.steps, error)
 
 
 def _residual_in_steps(stats: Stats) -> float:

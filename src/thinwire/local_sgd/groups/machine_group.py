@@ -38,22 +38,22 @@ class MachineGroup(Group):
         super().__init__(group.min_members, group.wait_seconds, **options)
         self.inside, self.has_parts, self.kind = _Inside(group.inside), has_parts, group.kind
         self._group, self._is_first = group, self.inside.rank == 0
-        self._leader = _LeaderTransport(group.transport if self._is_first else None, self.inside)
-        self.transport = group.transport if has_parts else Wrapped(self._leader)
+        self._control = _FirstProcessTransport(group.transport if self._is_first else None, self.inside)
+        self.transport = group.transport if has_parts else Wrapped(self._control)
         self._address = ""  # where the processes of one local rank find each other
         group.is_leaving = lambda: self.is_leaving()  # noqa: PLW0108 - it is set later
         group.provide = lambda: self.provide()  # noqa: PLW0108
 
     @property
     def control(self) -> Transport:
-        return self._leader
+        return self._control
 
     def broadcast_scalar(self, value: float) -> float:
         return gather_numbers([value], self.inside, PURPOSE)[0][0]
 
     def start_quorum(self) -> None:
-        *place, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
-        self._leader.rank, self._leader.size, self.quorum_id, self.num_changes, self._address = place
+        *connection, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
+        self._control.rank, self._control.size, self.quorum_id, self.num_changes, self._address = connection
         if not self._is_first:  # until `join` receives the rest
             self.received = None if lineage is None else {"members": {"lineage": lineage}}
 
@@ -63,14 +63,14 @@ class MachineGroup(Group):
         if group.received is not None:
             self.received, group.received = group.received, None
         lineage = None if self.received is None else lineage_of(self.received)
-        place = [transport.rank, transport.size, group.quorum_id, group.num_changes, group.address]
-        return [*place, lineage]
+        connection = [transport.rank, transport.size, group.quorum_id, group.num_changes, group.address]
+        return [*connection, lineage]
 
     def join(self, are_new: Sequence[bool]) -> None:
-        leader, inside = self._leader, self.inside
+        inside, members = self.inside, self._control
         if self.has_parts and not self._is_first:  # the quorum has already connected the first processes
             address = f"{self._address}/{inside.rank}"
-            received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
+            received = self._group.join_local_rank(address, members.rank, members.size, are_new)
             self.received = None if self.received is None else received
         elif not self.has_parts and self.received is not None:
             data = serialize(self.received)  # in other processes, a lineage without the state that they get
@@ -168,7 +168,7 @@ def reduced_over_local_processes(status: MemberStatus, group: Group) -> MemberSt
     )
 
 
-class _LeaderTransport(Transport):
+class _FirstProcessTransport(Transport):
     """The members' group, for every process of a member: its first process sends and receives for all.
 
     Every result and every error of the first process is that of all.

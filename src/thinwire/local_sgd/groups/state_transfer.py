@@ -90,16 +90,14 @@ def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newco
             transport.send(part, newcomer, PURPOSE).wait()
 
 
-def broadcast_residual(
-    errors: Iterable[torch.Tensor], transport: Transport, source: int
-) -> list[torch.Tensor]:
-    """Return the residual that a leaving member has not transmitted. Collective."""
-    arrived = [residual if transport.rank == source else torch.empty_like(residual) for residual in errors]
+def broadcast_residual(errors: Iterable[torch.Tensor], transport: Transport, rank: int) -> list[torch.Tensor]:
+    """Return the residual that the leaving member of this rank has not transmitted. Collective."""
+    arrived = [residual if transport.rank == rank else torch.empty_like(residual) for residual in errors]
     pieces = chain.from_iterable(torch.split(tensor.view(torch.uint8), PART_BYTES) for tensor in arrived)
     # Each part costs a round trip, so small tensors (biases, counts of steps) share one.
     for part in in_messages(pieces, PART_BYTES, len):
         flat = torch.cat(part)
-        transport.broadcast(flat, source, "the residual of a leaving member").wait()
+        transport.broadcast(flat, rank, "the residual of a leaving member").wait()
         for piece, its_bytes in zip(part, flat.split_with_sizes(list(map(len, part))), strict=True):
             piece.copy_(its_bytes)
     return arrived

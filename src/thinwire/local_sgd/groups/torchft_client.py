@@ -118,12 +118,15 @@ class ConfiguredGroup:
     def configure(
         self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int, *others: Any
     ) -> None:
-        self.size = 0  # until it is done
         self.quorum_id = quorum_id
         self.num_configured += 1
         self.address = f"{store_addr}/{self.prefix}"
-        self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
-        self.rank, self.size = rank, world_size
+        self.connect(self.address, replica_id, rank, world_size, quorum_id, *others)
+
+    def connect(self, address: str, replica_id: str, rank: int, size: int, *others: Any) -> None:
+        self.size = 0  # until it is done
+        self.inner.configure(address, replica_id, rank, size, *others)
+        self.rank, self.size = rank, size
 
     def transport(self) -> GroupTransport:
         return GroupTransport(self.inner, self.rank, self.size)

@@ -250,12 +250,11 @@ class TorchftGroup(Group):
     ) -> Mapping[str, Any] | None:
         """Connect to this local rank's processes in other members; return the initial state, if new."""
         try:
-            self._group.inner.configure(address, "", rank, size)
+            self._group.connect(address, "", rank, size)
         except Exception as error:  # torchft raises all kinds of errors
             raise CommunicationError(
                 f"could not connect to the processes of this local rank in other members: {error}"
             ) from error
-        self._group.rank, self._group.size = rank, size
         self.transport.transport = transport = self._group.transport()
         source = are_new.index(False)
         newcomers = [member for member, is_new in enumerate(are_new) if is_new]
