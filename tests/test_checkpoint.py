@@ -59,8 +59,7 @@ def assert_nothing_is_lost(first: Simulation, algorithm: Algorithm, num_workers:
     for seed in range(4, 6):
         averaged(second, seed, sums)
     final = second.state_dicts()[0]
-    assert final["step"] == 6
-    assert isinstance(algorithm, AllReduce) == (final["error"] == ())
+    assert (final["step"], isinstance(algorithm, AllReduce)) == (6, final["error"] == ())
     assert sums.lost(second).norm() < most
 
 

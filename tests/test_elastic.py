@@ -89,8 +89,7 @@ def assert_went_on(output: str) -> None:
     of_two = {(step, process): loss for step, process, size, loss in printed if size == 2}
     assert {size for _, _, size, _ in printed} == {2, 4}
     lost_at, resumed_at = max(step for step, _ in of_four), min(step for step, _ in of_two)
-    assert lost_at == LOST_AT
-    assert resumed_at % SAVE_EVERY == 0
+    assert (lost_at, resumed_at % SAVE_EVERY) == (LOST_AT, 0)
     assert resumed_at <= lost_at < resumed_at + SAVE_EVERY + 1
     assert {step for step, _ in of_two} == set(range(resumed_at, STEPS))
     for process in (0, 1):

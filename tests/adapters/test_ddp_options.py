@@ -217,8 +217,7 @@ def test_two_backward_passes_of_one_step() -> None:
     torch.manual_seed(0)
     plain, ours = (ddp_of(TwoOutputs(), bucket_cap_mb=0.001) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
-    sync = thinwire.attach(ours, POWER)
-    totals = []
+    sync, totals = thinwire.attach(ours, POWER), []
     for model in (plain, ours):
         model.zero_grad()
         total = torch.zeros(48, 24)

@@ -56,8 +56,7 @@ def test_a_subgroup_sends_the_change_of_its_models_once() -> None:
     """Two machines of two processes, and two of one: whether models are equal, and bytes."""
     rank = dist.get_rank()
     subgroup = [dist.new_group(pair) for pair in PAIRS][rank // 2]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    found = []
+    across, found = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2], []
     for groups in ({"subgroup": subgroup}, {"replicas": across}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 96))

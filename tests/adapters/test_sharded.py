@@ -278,8 +278,7 @@ def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike() -> No
         variant = entry.variants[0]
         sync.load_state_dict(fresh)
         sync.use(variant.algorithm)
-        before = sync.stats()
-        sums = gradients_of(model, range(2))
+        before, sums = sync.stats(), gradients_of(model, range(2))
         after = sync.stats()
         assert are_alike(whole(p.grad) for p in model.parameters() if p.grad is not None)
         for name, error in sync.state_dict()["error"]:
@@ -334,10 +333,8 @@ def test_other_numbers_of_shards_and_replicas_owe_the_same(replicas: int) -> Non
     """What is owed after 2 steps on 2 × 2, and what is missing after one more elsewhere, and with DDP."""
     model, sync = attached(POWER, wide())
     sums, plain = gradients_of(model, range(2)), sharded(wide(), mesh_of())
-    truth = gradients_of(plain, range(3))
-    saved = sync.state_dict()
-    mesh = mesh_of(replicas, 4 // replicas)
-    missing = []
+    truth, saved = gradients_of(plain, range(3)), sync.state_dict()
+    mesh, missing = mesh_of(replicas, 4 // replicas), []
     for other in (sharded(wide(), mesh["shard"]), DistributedDataParallel(wide())):
         its = attach(other, POWER) if hasattr(other, "module") else attach(other, POWER, replicas=mesh)
         its.load_state_dict(saved)

@@ -60,8 +60,7 @@ def distance(one: Any, other: Any) -> float:
 @in_each_process(4)
 def test_a_state_is_of_the_whole_model(tmp_path: Path) -> None:
     """It goes on to the bit on as many shards; it is the same on others, and without any."""
-    mesh = mesh_of()
-    few_bits = Quantize(bits=4, error_feedback=True)
+    mesh, few_bits = mesh_of(), Quantize(bits=4, error_feedback=True)
     settings: dict[str, Any] = {
         "every_steps": 3,
         "streaming": Streaming(fragments=2, delay_steps=1),
@@ -90,8 +89,7 @@ def test_a_state_is_of_the_whole_model(tmp_path: Path) -> None:
                 step_of(again, its, step, 1)
             difference = distance(flat(again), flat(model))
             states = distance(local.state_dict(), other.state_dict())
-    moved = distance(saved, loaded)
-    wide_mesh = mesh_of(1, 4)
+    moved, wide_mesh = distance(saved, loaded), mesh_of(1, 4)
     elsewhere: Any = sharded(language(), wide_mesh["shard"])
     on_four = DiLoCo(elsewhere, adamw(elsewhere), replicas=wide_mesh, **settings)
     on_four.load_state_dict(saved)

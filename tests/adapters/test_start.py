@@ -82,8 +82,7 @@ def test_the_first_process_says_in_one_line_what_is_on() -> None:
 @in_each_process(2)
 def test_one_process_is_told_that_nothing_is_averaged_and_how_to_start() -> None:
     groups = [dist.new_group([rank]) for rank in range(2)]
-    own = groups[dist.get_rank()]
-    model = nn.Linear(64, 96)
+    own, model = groups[dist.get_rank()], nn.Linear(64, 96)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     starts: list[Callable[[], Any]] = [
         lambda: thinwire.attach(ddp_model(process_group=own), BITS),

@@ -202,8 +202,7 @@ def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not() -> None
     assert low_rank.memory_bytes > low_rank.residual_bytes == 4 * 2 * 256 * 512
     assert exact.memory_bytes == exact.residual_bytes == by_name["Quantize(bits=8)"].residual_bytes == 0
     # One algorithm alone takes memory at a time, and all that remember something were there.
-    assert max(map(len, alive)) == 1
-    assert len(set().union(*alive)) == 2
+    assert (max(map(len, alive)), len(set().union(*alive))) == (1, 2)
 
 
 def test_a_process_alone_needs_no_group() -> None:

@@ -57,8 +57,7 @@ def test_the_nearest_training_tells_and_an_unknown_optimizer_gets_the_worst() ->
     def few(optimizer: str | None, members: int) -> float | None:
         return expected_loss("few", Training(optimizer, members, 10**6, 5000)).percent
 
-    assert few("AdamW", 2) == 1.0
-    assert few("AdamW", 64) == 3.0
+    assert (few("AdamW", 2), few("AdamW", 64)) == (1.0, 3.0)
     assert few("SGD", 64) == 0.25
     assert few("Sophia", 2) == few(None, 2) == 1.0
     assert expected_loss("rare", Training("SGD", 2, 10**6, 5000)).kind == "unknown"  # known with AdamW only
@@ -117,8 +116,7 @@ def on_links(training: Training, budget_loss: float = 0.01) -> list[str]:
     """The rule's choices from the fastest link to the slowest, for a step that hides 60 of its 100 ms."""
     # The trainings of the table were as wide: there matrix rank 16 sends 6 times fewer bytes.
     specs = [ParameterSpec.of("weight", torch.zeros(192, 192))]
-    losses = expected_losses(training)
-    ways = []
+    losses, ways = expected_losses(training), []
     for name, variant in priced().items():
         routes = variant.algorithm.prepare(specs, num_members=4).routes
         sent_bytes = sum(route.message_bytes for route in routes)

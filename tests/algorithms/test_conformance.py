@@ -243,8 +243,7 @@ def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> Non
 @over(entry for entry in ENTRIES if entry.feedback and getattr(entry.algorithm, "wire_dtype", None) != "fp16")
 def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
     """Whatever the scale, and however it jumps: a power of two changes no digit."""
-    scales = [1.0, 2.0**16, 2.0**-3]
-    scale = torch.ones(())
+    scales, scale = [1.0, 2.0**16, 2.0**-3], torch.ones(())
     plain = simulation(entry, 2)
     scaled = Simulation(entry.algorithm, buckets(), num_workers=2, loss_scale=lambda device: scale)
     for step, value in enumerate(scales):

@@ -25,8 +25,7 @@ def layouts(draw: st.DrawFn) -> list[tuple[ParameterSpec, ...]]:
     """Buckets of parameters; one type a bucket, as DDP has it."""
     layout = []
     for bucket in range(draw(st.integers(1, 3))):
-        dtype = draw(DTYPES)
-        shapes = draw(st.lists(SHAPES, min_size=1, max_size=4))
+        dtype, shapes = draw(DTYPES), draw(st.lists(SHAPES, min_size=1, max_size=4))
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
         if draw(st.booleans()):
             tensors = [tensor.permute(tuple(reversed(range(tensor.dim())))) for tensor in tensors]

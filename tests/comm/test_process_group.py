@@ -48,8 +48,7 @@ def test_between_two_every_message_goes_p2p() -> None:
 
 @in_each_process(2)
 def test_a_message_of_a_different_length_is_refused() -> None:
-    transport = ProcessGroupTransport(dist.new_group())
-    lengths = [4, 12]
+    transport, lengths = ProcessGroupTransport(dist.new_group()), [4, 12]
     rows = torch.empty(2, lengths[transport.rank], dtype=torch.uint8)
     words = (
         f"a gather: .* failed: expected a message of {lengths.pop(transport.rank)} bytes, got {lengths[0]}"

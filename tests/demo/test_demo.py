@@ -81,8 +81,7 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert "powersgd  step 6/6" in done.stdout
     runs = [read_run(tmp_path / f"{name}.jsonl") for name in ("fp16", "quantize", "powersgd")]
     for run in runs:
-        assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
-        assert run.processes == 2
+        assert ([step["step"] for step in run.steps], run.processes) == ([1, 2, 3, 4, 5, 6], 2)
         assert run.points("heldout_loss")[-1].value < 5
     first, *_, last = (run.points("loss")[0].value for run in runs)
     assert first == last

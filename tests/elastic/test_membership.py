@@ -352,8 +352,7 @@ def test_what_can_not_be_sent_to_newcomers_is_told_as_soon_as_it_is_there(
     assert run.results == ["StateError"] * 2
     assert f"a {note.__name__} can't be sent to a joining member, expected" in str(run.errors[0])
     assert not run.lighthouse.there
-    assert bool(run.models) == is_late
-    assert Run([0, 0], send_optimizer=False).results == ["done"] * 2
+    assert (bool(run.models), Run([0, 0], send_optimizer=False).results) == (is_late, ["done"] * 2)
 
 
 class Wrapper(nn.Module):

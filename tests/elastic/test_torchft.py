@@ -194,8 +194,7 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
 
 def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_place() -> None:
     """A lighthouse that comes back begins to count again, and stores still hold what the dead have said."""
-    group = torchft_client.ConfiguredGroup(Mock())
-    manager = Mock(_quorum_id=7)
+    group, manager = torchft_client.ConfiguredGroup(Mock()), Mock(_quorum_id=7)
     quorums = [
         Mock(quorum_id=7, replica_ids=members, max_step=4) for members in (["a", "b"], ["a", "b"], ["b", "c"])
     ]

@@ -190,8 +190,7 @@ def test_gradients_of_side_streams(built_on_it: bool, trained_on_it: bool) -> No
     exact_products()
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    trained = []
-    busy = torch.ones(4096, 4096, device="cuda")
+    trained, busy = [], torch.ones(4096, 4096, device="cuda")
     for built, used in ((built_on_it, trained_on_it), (False, False)):
         side, usual = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side if built else usual):

@@ -49,8 +49,7 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
+        kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
         base = name if name in FREE else name.removesuffix("_")
         adds_up = base in ("cumsum", "cumprod", "logcumsumexp") and args[0].is_floating_point()
         accumulates = base in ("index_put", "put") and True in (args[3:4], kwargs.get("accumulate"))

@@ -107,8 +107,7 @@ class Device(TorchDispatchMode):
     ) -> Any:
         self._collect()
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
+        out, name = func(*args, **kwargs), func._schema.name.removeprefix("aten::")
         if func.is_view or name in ("detach", "lift_fresh"):
             return out
         read: list[torch.Tensor] = []

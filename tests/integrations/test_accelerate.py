@@ -204,8 +204,7 @@ def test_a_run_that_began_without_thinwire_is_resumed_with_it(registers: str, tm
             handler = new_handler()
             accelerator, trained, counter = new(0, handler)
             accelerator.load_state(str(tmp_path / folder))
-            assert counter.item() == 7
-            assert handler.sync.steps == (0 if is_warned else 4)
+            assert (counter.item(), handler.sync.steps) == (7, 0 if is_warned else 4)
             train(accelerator, *trained, range(4, 8))
             assert handler.sync.stats().compression_ratio > 15
             accelerator.save_state(str(tmp_path / "with"))

@@ -70,8 +70,7 @@ def sharding_trainer(folder: Path, config: Any, **settings: Any) -> Any:
 @in_each_process(4)
 def test_the_trainer_shards_and_resumes(tmp_path: Path) -> None:
     """Its parts that shard, save and load are its own; that it does so on CPUs is not."""
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    ends = []
+    config, ends = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), []
     for resume in (None, f"{tmp_path}/checkpoint-1"):
         with sharding_on_cpus():
             trainer = sharding_trainer(tmp_path, config, max_steps=2, save_steps=1)

@@ -115,8 +115,7 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
     optimizer = optimizer_of(reference)
     with LocalSGD(reference, optimizer, replicas=mesh["replicate"].get_group(), **settings):  # type: ignore[arg-type]
         train(reference, optimizer, replica, slice(None))
-    part = lay_out(model, mesh)
-    optimizer = optimizer_of(model)
+    part, optimizer = lay_out(model, mesh), optimizer_of(model)
     # A group says less than a mesh: who holds a replica is then seen from the model.
     replicas = mesh["replicate"].get_group() if "within" in layout else mesh["replicate"]
     local = LocalSGD(model, optimizer, replicas=replicas, **settings)  # type: ignore[arg-type]
@@ -135,8 +134,7 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
 @in_each_process(4)
 def test_experts_of_one_place_become_equal_in_few_bits_and_the_router_everywhere() -> None:
     mesh, model = mesh_of(("expert",)), new_mixture()
-    part = in_experts(model, mesh, "beside")
-    optimizer = optimizer_of(model)
+    part, optimizer = in_experts(model, mesh, "beside"), optimizer_of(model)
     with DiLoCo(model, optimizer, every_steps=2, replicas=mesh["replicate"]) as local:
         train(model, optimizer, mesh.get_local_rank("replicate"), slice(8 * part, 8 * part + 8))
     assert local.stats().compression_ratio > 8

@@ -106,8 +106,7 @@ def test_a_step_that_one_scaler_skips_counts(member: Member, kind: str) -> None:
             scaled_step(member, scaler, 7 if kind == "disabled" else step)
             if member.agreed():
                 averaged_after.append(step + 1)
-    assert averaged_after == [4, 8]
-    assert (local.stats().steps, local.stats().messages) == (8, 2)
+    assert (averaged_after, (local.stats().steps, local.stats().messages)) == ([4, 8], (8, 2))
     assert "step" not in vars(scaler)
     assert len(taken) == (7 if kind == "scaled" and member.rank == 0 else 8)
 
@@ -169,8 +168,7 @@ def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothin
 
 def test_an_exchange_that_fails_changes_nothing_and_can_be_made_again() -> None:
     failed = run(2, _exchanged, True)
-    assert failed == run(2, _exchanged, False)
-    assert len({parameters for parameters, _ in failed}) == 1
+    assert (failed, len({parameters for parameters, _ in failed})) == (run(2, _exchanged, False), 1)
 
 
 def _exchanged(member: Member, fails: bool) -> tuple[bytes, Any]:

@@ -166,8 +166,7 @@ def test_the_users_precision_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     step(Engine(PowerSGD(matrix_rank=2), transport))
     assert [each.fp32_precision for each in products] == ["tf32"] * 2
     settings.fp32_precision = "ieee"
-    assert [each.fp32_precision for each in products] == ["ieee"] * 2
-    assert inside == ["ieee"] * 6
+    assert ([each.fp32_precision for each in products], inside) == (["ieee"] * 2, ["ieee"] * 6)
 
 
 @pytest.mark.parametrize("algorithm", [POWER, ITERATED, ALTERNATING, BatchedPowerSGD()], ids=str)

@@ -185,8 +185,7 @@ def damaged(state: Any, draw: random.Random) -> Any:
     """A copy in which an entry, at any depth, is gone or is something else."""
     if isinstance(state, dict | tuple | list) and len(state) and draw.random() < 0.85:
         keys = list(state) if isinstance(state, dict) else range(len(state))
-        key = draw.choice(keys)
-        inner = {k: state[k] for k in keys}
+        key, inner = draw.choice(keys), {k: state[k] for k in keys}
         if draw.random() < 0.25:
             del inner[key]
         else:
@@ -203,8 +202,7 @@ def test_damaged_states_are_refused_in_words_or_merged(made: Callable[[Algorithm
     assert residual(merge(copy.deepcopy(states))).norm() > 0
     draw, refused = random.Random(0), 0
     for _ in range(100):
-        some = list(states)
-        rank = draw.randrange(4)
+        some, rank = list(states), draw.randrange(4)
         some[rank] = damaged(some[rank], draw)
         try:
             merge(some)

@@ -148,8 +148,7 @@ def post_local_hooked(**options: Any) -> Averaged:
 
 def in_the_warmup_of_local_sgd(**options: Any) -> Averaged:
     model = ddp_of()
-    optimizer = sgd(model)
-    warmup = thinwire.Warmup(100, **options)
+    optimizer, warmup = sgd(model), thinwire.Warmup(100, **options)
     return model, optimizer, LocalSGD(model, optimizer, every_steps=50, warmup=warmup)
 
 

@@ -76,8 +76,7 @@ def test_messages_travel_together_by_operation_type_and_device() -> None:
         for number, (rows, means, integers, halves, parts, last) in enumerate(answers):
             base = 100.0 * number
             assert rows.tolist() == [[base, base + 1], [base + 10, base + 11]]
-            assert means.tolist() == [base + 5] * 2
-            assert integers.tolist() == [[number], [number + 1]]
+            assert (means.tolist(), integers.tolist()) == ([base + 5] * 2, [[number], [number + 1]])
             assert integers.dtype == torch.uint8
             assert halves.tolist() == [torch.tensor(base + 5).bfloat16().item()]
             assert parts.tolist() == [[base + rank], [base + 10 + rank]]

@@ -48,10 +48,8 @@ def test_holds_tensors_by_parameter_name_and_plain_values(state: dict[str, Any])
     compressed = {"head.weight", "body.weight", "conv.weight"}
     error, factor = dict(state["error"]), dict(state["factor"])
     assert set(error) == set(factor) == compressed
-    assert error["conv.weight"].shape == (40, 6, 3, 3)
-    assert factor["conv.weight"].shape == (2, 54)
-    assert state["step"] == 3
-    assert state["algorithm"] == repr(POWER)
+    assert (error["conv.weight"].shape, factor["conv.weight"].shape) == ((40, 6, 3, 3), (2, 54))
+    assert (state["step"], state["algorithm"]) == (3, repr(POWER))
 
 
 def loaded(state: dict[str, Any], num_workers: int = 2, algorithm: Algorithm = POWER) -> Simulation:
@@ -163,8 +161,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
     state: dict[str, Any], change: Change, message: str
 ) -> None:
     bad = copy.deepcopy(state)
-    replaced = change(bad)
-    simulation = trained()
+    replaced, simulation = change(bad), trained()
     for sync in simulation.syncs:
         with pytest.raises(StateError, match=message):
             sync.load_state_dict(bad if replaced is None else replaced)

@@ -153,8 +153,7 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     mine, theirs = (kernels.encoded(flat, blocks, codebook, None) for kernels in (compiled, plain))
     torch.testing.assert_close(mine.scales.float(), theirs.scales.float(), rtol=2**-7, atol=0)
     assert (mine.codes != theirs.codes).float().mean() < 0.1
-    theirs = mine
-    other = plain.encoded(flat.roll(1), blocks, codebook, None)
+    theirs, other = mine, plain.encoded(flat.roll(1), blocks, codebook, None)
     decoded = [flat.new_empty(2, len(flat)) for _ in range(2)]
     for kernels, (target, mean) in zip((compiled, plain), decoded, strict=True):
         kernels.decode([theirs], blocks, codebook, target)

@@ -62,8 +62,7 @@ def test_long_sides_have_a_basis_for_each_piece(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(eigenbasis, "MAX_PIECE", ROWS)
     simulation, mean, result = trained(Quantize(bits=4, eigenbasis="*"))
     bases = Pair.of(simulation.engines[0].state.memory[EIGENVECTORS]["weight"], (ROWS, COLUMNS))
-    assert bases.rows.shape == (1, ROWS, ROWS)
-    assert bases.columns.shape == (3, ROWS, ROWS)
+    assert (bases.rows.shape, bases.columns.shape) == ((1, ROWS, ROWS), (3, ROWS, ROWS))
     assert ((result - mean).norm(dim=1) < 0.3 * mean.norm(dim=1)).all()
 
 
