@@ -272,8 +272,7 @@ def test_sums_in_place_of_means() -> None:
 def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike() -> None:
     """Results so far and the mean residual are the true means so far."""
     model, sync = attached(AllReduce(), wide())
-    fresh = sync.state_dict()
-    truth = gradients_of(sharded(wide(), mesh_of()), range(2))
+    fresh, truth = sync.state_dict(), gradients_of(sharded(wide(), mesh_of()), range(2))
     for entry in REGISTRY:
         variant = entry.variants[0]
         sync.load_state_dict(fresh)
@@ -654,8 +653,7 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     unfrozen.embed.requires_grad_(False)
     attach(sharded(unfrozen, mesh["shard"]), POWER, replicas=mesh)
     unfrozen.requires_grad_()
-    plain = sharded(language(), mesh["shard"])
-    whole = sharded(language(), mesh["shard"])
+    plain, whole = sharded(language(), mesh["shard"]), sharded(language(), mesh["shard"])
     attach(whole.blocks[0], POWER, replicas=mesh)
     steps_inside, _ = attached(POWER)
     taken = steps_inside.blocks[0][0].weight

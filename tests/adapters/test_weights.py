@@ -128,8 +128,7 @@ def test_what_a_mean_lacks_is_in_the_residuals(algorithm: Algorithm, has_ddp: bo
 @in_each_process(2)
 def test_gradients_of_no_samples_may_be_nan() -> None:
     """Such as those of a loss that is divided by the number of samples."""
-    rank = dist.get_rank()
-    model = DistributedDataParallel(new_model(dtype=torch.float64))
+    rank, model = dist.get_rank(), DistributedDataParallel(new_model(dtype=torch.float64))
     thinwire.attach(model, AllReduce(), weight=rank)
     torch.autograd.backward(loss_of(model, samples(1, 1)) * (1.0 if rank else float("nan")))
     alone = new_model(dtype=torch.float64)
