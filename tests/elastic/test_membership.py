@@ -505,6 +505,9 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
 ) -> None:
     with ExitStack() as opened:
         first, second = entered(adapter, opened), entered(adapter, opened)
+        for fill, local in enumerate((first, second)):
+            for name, size in {"same": 2, "grows": 2 + fill, f"only_{fill}": 2}.items():
+                local.module.register_buffer(name, torch.full((size,), float(fill)), persistent=False)
         sent = deserialize(serialize(first._contributor.state()))
         held = digest_of(second._contributor.state())
         assert held != digest_of(sent)
@@ -513,6 +516,7 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
                 adopt(second, changed(sent, change))
             assert digest_of(second._contributor.state()) == held, case
         adopt(second, sent)  # nothing stands in its way
+        assert [float(second.module.get_buffer(it)[0]) for it in ("same", "grows", "only_1")] == [0, 1, 1]
         assert second._contributor.state()["members"]["optimizers"][1]["state"]
 
 

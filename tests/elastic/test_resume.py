@@ -89,6 +89,9 @@ class Run(InTurns[Any]):
                 self.models[adapter.steps, member] = flat(model)
             if self.asks and not isinstance(adapter, Steps):
                 adapter.average()
+                asked = self.groups[member].quorum_id
+                adapter.average()  # nothing is left, so it waits for nobody
+                assert self.groups[member].quorum_id == asked
         self.models[adapter.steps, member] = flat(model)
         return "done"
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 from weakref import ref
 
@@ -448,3 +448,37 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
     assert torch.equal(straight[2], resumed[2])
     with pytest.raises(ConfigError, match="elastic must be a function"):
         ThinwireCallback(elastic=partial(thinwire.DiLoCo, every_steps=2))
+
+
+class Manual(Regression):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        layers: Any = self.layers
+        optimizers = [torch.optim.SGD(part.parameters(), lr=self.lr) for part in layers[::2]]
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+        return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.manual_backward(loss := super().training_step(batch))
+        for kind in (self.optimizers(), self.lr_schedulers()):
+            for stepping in cast(Any, kind):
+                stepping.step()
+        return loss
+
+
+def test_schedule_and_end_follow_the_members_count_when_it_jumps(tmp_path: Path) -> None:
+    class Ahead(ThinwireCallback):
+        def on_train_batch_end(self, trainer: Trainer, *given: Any) -> None:
+            local: Any = self.local
+            super().on_train_batch_end(trainer, *given)
+            rates.append(trainer.optimizers[1].param_groups[0]["lr"])
+            if len(rates) == 2:
+                local._contributor.steps += 2
+                trainer.optimizers[1].param_groups[0]["lr"] = 9.0  # as the others'
+
+    rates: list[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        new_trainer(tmp_path, 1, callbacks=[Ahead(elastic=member())], max_steps=12).fit(Manual(), batches())
+    assert rates == pytest.approx([0.1 * 0.9**step for step in (1, 2, 5, 6)])

@@ -32,7 +32,6 @@ from commands import EXAMPLES, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from processes import in_each_process
 from thinwire import elastic
-from thinwire.integrations.local import catch_up
 from thinwire.integrations.transformers import ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -399,19 +398,23 @@ SCHEDULES: list[Any] = [
 
 
 @pytest.mark.parametrize("make", SCHEDULES)
-def test_a_members_schedule_catches_up_with_the_others(make: Any) -> None:
-    def optimizer_and_schedule() -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-        return optimizer, make(optimizer)
+def test_a_members_schedule_follows_the_others_count(tmp_path: Path, make: Any) -> None:
+    class Ahead(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 2:
+                cast(Any, callback.local)._contributor.steps += 2
+                given["optimizer"].param_groups[0]["lr"] = 9.0  # as the others', before its schedule steps
+                given["lr_scheduler"].step()
 
-    optimizer, schedule = optimizer_and_schedule()
-    for _ in range(7):
-        optimizer.step()
-        schedule.step()
-    joined, its_schedule = optimizer_and_schedule()
-    joined.load_state_dict(optimizer.state_dict())  # as a member that joins is given it
-    catch_up(its_schedule, 7)
-    for _ in range(2):
-        assert joined.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
-        for stepping in (optimizer, schedule, joined, its_schedule):
-            stepping.step()
+    trainers: list[Any] = [new_trainer(str(tmp_path), *given) for given in ([Ahead()], [])]
+    for trainer in trainers:
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
+        trainer.lr_scheduler = make(trainer.optimizer)
+    group = elastic.InProcessGroup(elastic.InProcessLighthouse())
+    callback = attach(trainers[0], partial(elastic.DiLoCo, every_steps=2, group=group))
+    trainers[0].train()
+    for _ in range(6):
+        trainers[1].optimizer.step()
+        trainers[1].lr_scheduler.step()
+    rates = [trainer.lr_scheduler.get_last_lr() for trainer in trainers]
+    assert (trainers[0].state.global_step, rates[0]) == (4, pytest.approx(rates[1]))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -30,14 +31,15 @@ from thinwire.integrations import SAVED_WITHOUT
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import (
+    FollowedSchedule,
     Makes,
-    catch_up,
     checked_averaging,
     checked_step_options,
     makes_auto,
     makes_elastic,
     new_auto,
     new_local,
+    steps_of_others,
 )
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import GradientSync, attached
@@ -315,6 +317,7 @@ class ThinwireCallback(Callback):
             )
         self._make = elastic
         self.local: ModelAverager | None = None
+        self._schedules: list[tuple[FollowedSchedule, int]] = []  # each with the batches between its steps
         self._logged_step = 0
         self._loaded: Any = None
 
@@ -354,9 +357,21 @@ class ThinwireCallback(Callback):
             self.local.load_state_dict(self._loaded)
             self._loaded = None
         _AveragesModels(self.local).begin(trainer)
+        self._began = self._others = trainer.global_step // len(trainer.optimizers)
+        self._schedules = []
+        batches = trainer.accumulate_grad_batches
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
-                catch_up(config.scheduler, self.local.steps // config.frequency)
+                every = math.lcm(config.frequency, batches)  # Lightning counts batches
+                schedule = FollowedSchedule(config.scheduler, self._began * batches // every)
+                self._schedules.append((schedule, every))
+
+    def on_train_batch_start(self, trainer: Trainer, *unused: Any) -> None:
+        if self.local is None or self._others == (others := steps_of_others(self.local)):
+            return
+        self._others = others
+        for schedule, every in self._schedules:
+            schedule.follow(self.local.steps * trainer.accumulate_grad_batches // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.local = None
@@ -365,9 +380,11 @@ class ThinwireCallback(Callback):
         self.local = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        # A joining member gets the others' step count, which differs from its Trainer's.
-        if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
-            trainer.should_stop = True
+        if self.local is not None:
+            # Its Trainer counts the steps of each optimizer, and only those that this member has made.
+            others = len(trainer.optimizers) * (steps_of_others(self.local) - self._began)
+            if 0 <= trainer.max_steps <= trainer.global_step + others:
+                trainer.should_stop = True
         # With gradient accumulation, several batches have the same step.
         step = trainer.global_step
         if step == self._logged_step or step % self._log_every_n_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -97,17 +98,36 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     return local
 
 
-def catch_up(scheduler: object, steps: int) -> None:
-    """Advance a scheduler that steps with the optimizer to the step of a member that has joined."""
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        return
-    missing = steps - scheduler.last_epoch
-    if missing <= 0:
-        return
-    # The member has received the others' rates, and many schedules multiply the last one.
-    for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = lr
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(missing):
-            scheduler.step()
+def steps_of_others(local: ModelAverager) -> int:
+    """Return how many of the members' steps this member has not made, nor resumed from: it joined later."""
+    return local.steps - local._contributor.steps_here
+
+
+class FollowedSchedule:
+    """A scheduler that steps with the optimizer, kept at the members' count, which can jump.
+
+    It jumps when this member joins, comes back after a stall, or waits for the others in `average()`.
+    """
+
+    _scheduler: LRScheduler | None = None
+
+    def __init__(self, scheduler: object, count: int) -> None:
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+            self._scheduler, self._start = scheduler, copy.deepcopy(scheduler.state_dict())
+            # Of a run that resumes from a checkpoint without the members' count.
+            self._ahead = max(0, scheduler.last_epoch - count)
+
+    def follow(self, count: int) -> None:
+        """Bring the scheduler to where so many of its steps bring it."""
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.last_epoch == count + self._ahead:
+            return
+        # From the start: the optimizer may have received the others' rates before the scheduler's latest
+        # step, and many schedules multiply the last rate.
+        scheduler.load_state_dict(copy.deepcopy(self._start))
+        for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(count + self._ahead - scheduler.last_epoch):
+                scheduler.step()

@@ -35,8 +35,8 @@ from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.integrations import SAVED_WITHOUT
 from thinwire.integrations.local import (
+    FollowedSchedule,
     Makes,
-    catch_up,
     checked_averaging,
     checked_step_options,
     makes_auto,
@@ -267,8 +267,11 @@ class ThinwireCallback(TrainerCallback):
             local.load_state_dict(load(folder / STATE_NAME))
         self.local, self._sync = local, local.sync
         local.__enter__()
-        if makes_elastic(self.algorithm):
-            catch_up(trainer.lr_scheduler, local.steps)
+        self._schedule = FollowedSchedule(trainer.lr_scheduler, local.steps)
+
+    def on_step_begin(self, *_: Any, **unused: Any) -> None:
+        if self.local is not None and makes_elastic(self.algorithm):
+            self._schedule.follow(self.local.steps)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         if self.local is None:

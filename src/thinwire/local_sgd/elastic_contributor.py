@@ -27,6 +27,7 @@ from thinwire.local_sgd.schedule import Schedule
 from thinwire.sync import Engine
 from thinwire.sync.state import in_memory_order
 from thinwire.tensors.layout import local_tensor
+from thinwire.torch_private import non_persistent_buffers
 
 Values: TypeAlias = dict[Any, list[torch.Tensor]]
 """What a member contributes to an averaging: for each fragment, a flat tensor for each bucket."""
@@ -104,6 +105,14 @@ class ElasticContributor(ABC):
         named = chain(self.model.module.named_parameters(), self.model.module.named_buffers())
         return {plain_name(name): local_tensor(it) for name, it in named if id(it) not in averaged}
 
+    def _not_saved(self) -> set[str]:
+        modules = self.model.module.named_modules()
+        return {
+            plain_name(f"{prefix}.{name}".lstrip("."))
+            for prefix, part in modules
+            for name in non_persistent_buffers(part)
+        }
+
     def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes.
 
@@ -122,6 +131,7 @@ class ElasticContributor(ABC):
                 "commits": self.commits,
                 "turns": self.turns,
                 "not_averaged": self._tensors_not_averaged(),
+                "not_saved": tuple(sorted(self._not_saved())),
                 "residual_of": tuple(sorted(self.next_engine.state.memory[ERROR])),
                 "optimizers": [optimizer.state_dict() for optimizer in self.sent_optimizers],
             },
@@ -143,14 +153,23 @@ class ElasticContributor(ABC):
         """Load a state: all of it, or none if it does not fit."""
         shared, not_averaged = self.shared_tensors(), self._tensors_not_averaged()
         members, optimizers = loaded.members, list(self.sent_optimizers)
+        received: dict[str, torch.Tensor] = {}
         if members is None:
             # A fixed group's state. Members that load the same one get the same lineage.
             members, optimizers = {"lineage": loaded.digest | 1, "commits": 1, "turns": 0}, []
-        elif _kinds(members["not_averaged"]) != _kinds(not_averaged):
-            raise StateError(
-                "the state's not_averaged has other tensors than this member's model; start the same script "
-                "as the others, or load the state of the same model"
-            )
+        else:
+            received = members["not_averaged"]
+            kinds, own = _kinds(received), _kinds(not_averaged)
+            # Models make tables when they need them, and larger for longer inputs: keep this one's.
+            for name in members["not_saved"] | self._not_saved():
+                if kinds.get(name) != own.get(name):
+                    for named in (received, kinds, own):
+                        named.pop(name, None)
+            if kinds != own:
+                raise StateError(
+                    "the state's not_averaged has other tensors than this member's model; start the same "
+                    "script as the others, or load the state of the same model"
+                )
         engine = self.engine_after(loaded.step)
         engine_state = engine.check_state_dict(loaded.sync)
         states = list(members.get("optimizers", ()))
@@ -167,7 +186,7 @@ class ElasticContributor(ABC):
                 error = errors.get(spec.name, torch.zeros(spec.shape, device="cpu"))
                 engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.model.device))
         targets = shared | not_averaged
-        for name, tensor in {**loaded.last_average, **members.get("not_averaged", {})}.items():
+        for name, tensor in {**loaded.last_average, **received}.items():
             targets[name].copy_(tensor)
         self.model.before_load = None
         self.lineage, self.commits = members["lineage"], members["commits"]

@@ -251,13 +251,9 @@ class LocalSGD(ModelAverager, Member):
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """Average what is left, unless an exception was raised, and leave. Catches `LeftError`."""
-        contributor = self._contributor
         with self._attached:
-            # Fragments whose turn was not the last one have work left.
-            have_work = any(fragment.work for fragment in self._model.fragments)
-            is_left = contributor.steps > contributor.averaged_steps or have_work
             # The end of this `with` leaves the group, so the last averaging must come inside it.
-            if kind is None and is_left and not self.has_left:
+            if kind is None and self._has_work_left and not self.has_left:
                 with suppress(LeftError), self._collective("the end of the context"):
                     self._model.check_loads()
                     if self._membership.is_open:
@@ -266,11 +262,19 @@ class LocalSGD(ModelAverager, Member):
                     self._membership.average()
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
+    @property
+    def _has_work_left(self) -> bool:
+        contributor = self._contributor
+        # Fragments whose turn was not the last one have work left.
+        fragments_have_work = any(fragment.work for fragment in self._model.fragments)
+        return contributor.steps > contributor.averaged_steps or fragments_have_work
+
     def average(self) -> None:
         """Average now with all present members: the pending changes, then each fragment. Collective.
 
         With `outer`, these are outer steps. Steps to the next averaging are counted from now. A member that
-        does not call this takes part at its next averaging, one fragment at a time.
+        does not call this takes part at its next averaging, one fragment at a time. A member that has made no
+        step since the last one has the average, and waits for nobody.
 
         Raises:
             StepError: Outside the context, or this member's parameters are not finite, and it has left.
@@ -279,6 +283,9 @@ class LocalSGD(ModelAverager, Member):
         """
         with self._collective("average()"):
             self._model.check_loads()
+            # It would idle until the others average next, and then count their steps as its own.
+            if not (self._has_work_left or self.is_leaving):
+                return
             if self._membership.is_open:
                 self._membership.finish()
             is_warm_up = self._schedule.is_warm_up(self.steps)

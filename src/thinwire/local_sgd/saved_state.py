@@ -100,6 +100,7 @@ def _checked_members(members: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{key: whole_number(key, members[key], minimum=0, error=StateError) for key in counts},
         "not_averaged": dict(members["not_averaged"]),
+        "not_saved": set(members.get("not_saved", ())),  # 0.2 did not save it
         "residual_of": set(members["residual_of"]),
         "optimizers": [dict(state) for state in members["optimizers"]],
     }
