@@ -66,11 +66,6 @@ def new_model(seed: int = 0) -> DistributedDataParallel:
     return ddp_of(Everything(), gradient_as_bucket_view=bool(seed % 2))
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    parameters = list(model.parameters())
-    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-2}]
-
-
 def loss_of(model: nn.Module, step: int) -> Tensor:
     draws = torch.Generator().manual_seed(100 * step + dist.get_rank())
     tokens = torch.randint(30, (4, 9), generator=draws)
@@ -126,7 +121,8 @@ def by_both(
 @in_each_process(2)
 def test_numbers_are_those_of_attach(optimizer: str, bits: int, seed: int, micro_batches: int) -> None:
     def run(model: DistributedDataParallel, start: Start) -> None:
-        steps = OPTIMIZERS[optimizer](groups_of(model))
+        parameters = list(model.parameters())
+        steps = OPTIMIZERS[optimizer]([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-2}])
         # A scheduler that was there before what it schedules was wrapped; warnings are errors here.
         schedule = torch.optim.lr_scheduler.LambdaLR(steps, lambda step: 1 / (1 + step))
         start(steps)

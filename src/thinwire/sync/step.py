@@ -224,7 +224,7 @@ class Step:
                 # `advance`: a caller that drops the step then may need its gradients.
                 if on_cpu:
                     self._scheduler.commit_early()
-                is_under_way = self._scheduler.advance_next()
+                is_under_way = self._scheduler.advance()
             with profiler_range("thinwire: commit"):
                 committed = self._commit()
             if self._intra_node is not None:
@@ -360,14 +360,18 @@ class Step:
         if (group := self._intra_node) is None:
             # Shards have received different messages, so they must agree.
             shards = self._plans.settings.health_group
-            return is_healthy if shards is None else true_for_all(is_healthy, shards, purpose), None
+            if shards is None:
+                return is_healthy, None
+            with self._traffic.waiting():
+                return true_for_all(is_healthy, shards, purpose), None
         # So must local ranks, which have averaged different parts.
         remembers, device = self._state.has(self._plans.algorithm.slots), group.data_device
         counts = accelerators.to_device_async(
             device, torch.tensor([0.0, remembers], dtype=torch.float64, device="cpu")
         )
         counts[0] = ~is_healthy.to(device)
-        group.all_reduce(counts, purpose).wait()
+        with self._traffic.waiting():
+            group.all_reduce(counts, purpose).wait()
         return counts[0] == 0, counts[1] > 0
 
     # Its end.
