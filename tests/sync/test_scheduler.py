@@ -29,7 +29,7 @@ def driven(buckets: Sequence[Requests], transport: Transport) -> None:
         exchange.start(requests, "bucket", rounds=2)
     while exchange.advance():
         pass
-    assert all(task.gate is not None for task in exchange.tasks)
+    assert all(task.commit is not None for task in exchange.tasks)
     assert bool(exchange.is_healthy())
     exchange.commit(exchange.tasks)
 

@@ -54,7 +54,7 @@ class Task:
         self.requests = requests
         # The request at which it is suspended; None at its end.
         self.request: Request | tuple[CollectiveRequest, ...] | None = None
-        self.gate: Commit | None = None  # its commit, once reached
+        self.commit: Commit | None = None  # once reached
         self.is_committed = False  # whether it has passed its commit
         # Requests of one tuple are sent together or, if `in_turn`, one after the other.
         self._in_turn = in_turn
@@ -89,10 +89,10 @@ class Task:
         if self._in_turn and isinstance(self.request, tuple):
             self.request, *self._left = self.request
         if isinstance(self.request, Commit):
-            self.gate = self.request
-            if not isinstance(self.gate.is_healthy, AllFinite) and not callable(self.gate.is_healthy):
+            self.commit = self.request
+            if not isinstance(self.commit.is_healthy, AllFinite) and not callable(self.commit.is_healthy):
                 raise ConfigError(
-                    f"Commit takes a function, got {type(self.gate.is_healthy).__name__}; write "
+                    f"Commit takes a function, got {type(self.commit.is_healthy).__name__}; write "
                     "Commit(lambda: all_finite(mean))"
                 )
 
@@ -230,12 +230,12 @@ class CollectiveScheduler:
         """Return whether all received values may be used, as a tensor of one bool; not read back."""
         received, answers = list[torch.Tensor](), list[torch.Tensor]()
         for task in self.tasks:
-            if task.gate is None:
+            if task.commit is None:
                 continue
-            if isinstance(task.gate.is_healthy, AllFinite):
-                received += task.gate.is_healthy.tensors
+            if isinstance(task.commit.is_healthy, AllFinite):
+                received += task.commit.is_healthy.tensors
             else:
-                answers.append(_one_bool(task.gate.is_healthy()))
+                answers.append(_one_bool(task.commit.is_healthy()))
         # Check all buckets together: on an accelerator, launches are the cost.
         if received:
             answers.insert(0, all_finite(*received))

@@ -50,7 +50,7 @@ class Step:
         self._unsent: list[BucketState] = []
         # Buckets that the machine reduces now, if it has several processes; then this rank's part is sent.
         self._reducing: list[tuple[BucketState, Work]] = []
-        self._has_all = False
+        self._are_all_sent = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # the loss scale
         self._weights = weights  # None if all processes count the same
         self._share: Share | None = None  # this process's share
@@ -155,8 +155,8 @@ class Step:
             if flat.device not in self._scales:
                 self._scales[flat.device] = loss_scale(flat.device).reshape(())
             scale = self._scales[flat.device]
-        bucket.part = Bucket(bucket.plan.specs, flat, scale, self._plans.inter_node.rank)
-        requests = bucket.plan.run(bucket.part, self._memory)
+        bucket.own_part = Bucket(bucket.plan.specs, flat, scale, self._plans.inter_node.rank)
+        requests = bucket.plan.run(bucket.own_part, self._memory)
         self._scheduler.start(requests, bucket.specs[0].name, rounds=bucket.plan.rounds)
 
     # Round by round.
@@ -179,7 +179,7 @@ class Step:
         # The last gradients were ready when their bucket was started; all time since then is exposed.
         with self._working(are_ready=False):
             try:
-                if not self._has_all:
+                if not self._are_all_sent:
                     self._send_rest()
                 yield
             except BaseException:
@@ -188,7 +188,7 @@ class Step:
 
     def _send_rest(self) -> None:
         """Send all buckets that waited until all were started."""
-        self._has_all = True
+        self._are_all_sent = True
         if not self._buckets:
             raise StepError("finish() was called without start(): there are no gradients to average")
         waiting, self._unsent = self._unsent, []
@@ -207,7 +207,7 @@ class Step:
             self._send_reduced(num_left=0)
         if self._unused is not None:
             # One message for all buckets, sent with their second.
-            parts = [bucket.part for bucket in self._buckets]
+            parts = [bucket.own_part for bucket in self._buckets]
             requests = self._unused.run(self._memory, parts, self._intra_node, self._name)
             self._scheduler.close_with(requests)
 
@@ -244,12 +244,12 @@ class Step:
         for bucket in self._buckets:
             assert bucket.parts is not None
             purpose = f"{self._name}, the means of the bucket of {bucket.specs[0].name}"
-            gathers.append(intra_node.gather_parts(bucket.by_rank, bucket.parts.lengths, purpose))
-        for bucket, work in zip(self._buckets, gathers, strict=True):
+            work = intra_node.gather_parts(bucket.by_rank, bucket.parts.lengths, purpose)
+            gathers.append((bucket, bucket.parts, work))
+        for bucket, parts, work in gathers:
             with self._traffic.waiting():
                 work.wait()
-            assert bucket.parts is not None
-            bucket.parts.write(bucket.flat, bucket.by_rank)
+            parts.write(bucket.flat, bucket.by_rank)
         # Count bytes as planned: no process knows what the others of the machine have sent.
         is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
         planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
@@ -318,12 +318,13 @@ class Step:
             self._write()
             return True
         is_healthy, remembers = self._is_healthy()
-        parts = [bucket.part for bucket in self._buckets]
+        parts = [bucket.own_part for bucket in self._buckets]
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
-            state.count_unseen(is_healthy)
-            device, gates = is_healthy.device, [task.gate for task in self._scheduler.tasks]
-            is_on_device = all(gate is not None and gate.commits_on_device for gate in gates)
+            unseen = state.unseen_nonfinite_steps.to(is_healthy.device)
+            state.unseen_nonfinite_steps = unseen + ~is_healthy
+            device, commits = is_healthy.device, [task.commit for task in self._scheduler.tasks]
+            is_on_device = all(commit is not None and commit.commits_on_device for commit in commits)
             is_on_device &= all(part.flat.device == device for part in parts)
             # On the CPU, reading the answer costs no wait.
             if is_on_device and accelerators.is_accelerator(device):
@@ -382,7 +383,7 @@ class Step:
         # group's timeout. The next step waits (`drain`).
         self._scheduler.close()
         for bucket in self._buckets:
-            bucket.is_in_flight, bucket.part = False, NO_GRADIENTS
+            bucket.is_in_flight, bucket.own_part = False, NO_GRADIENTS
             bucket.flat = bucket.by_rank = NO_GRADIENTS.flat
         self._buckets, self.is_open = [], False
 

@@ -202,7 +202,7 @@ class FSDPAdapter:
                 f"and abandon()), or a part is {REENTRANT}, and restart"
             )
         # FSDP2 takes no more modules after its first pass.
-        if not self._has_order and not sharded.is_all_of(model):
+        if not self._has_order and len(torch_private.fsdp_states(model)) != len(sharded.states):
             raise StepError(
                 "fully_shard was called again after attach; call fully_shard on all parts, then attach"
             )
@@ -395,7 +395,7 @@ class FSDPAdapter:
             self.shards,
             f"step {engine.steps}",
             {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
-            lambda: engine.agree(self._buckets[0].device),
+            lambda: engine.buckets.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
             bucket.state = engine.open(bucket.state.specs, bucket.device)

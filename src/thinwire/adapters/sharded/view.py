@@ -71,10 +71,6 @@ class ShardedModel(torch_private.FSDPModel):
         self.is_native = any(None not in both for both in dims)
         self.is_averaged_by_torch = self.is_replicated or self.is_native
 
-    def is_all_of(self, model: torch.nn.Module) -> bool:
-        """Return whether no other part of a model has been sharded since."""
-        return len(torch_private.fsdp_states(model)) == len(self.states)
-
     @property
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters to which FSDP2 gives gradients; named from the first forward pass on."""
