@@ -73,12 +73,12 @@ class BucketPlans:
         self.transport, self._traffic, self._has_fragments = transport, traffic, len(fragments) > 1
         self._buckets: dict[Specs, BucketState] = {}  # the current ones
         self._plans: tuple[BucketPlan, ...] = ()  # see `plans`; () if they must be made again
-        self._take(algorithm)
+        self._set_algorithm(algorithm)
         if self._has_fragments:
             self.specs_of_last = tuple(specs for fragment in fragments for specs in fragment)
             self._plans = tuple(self._plan_part(specs, self.partition) for specs in self.specs_of_last)
 
-    def _take(self, algorithm: Algorithm) -> None:
+    def _set_algorithm(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
             got = no_algorithm(algorithm)
             raise ConfigError(f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {got}")
@@ -93,7 +93,7 @@ class BucketPlans:
 
     def use(self, algorithm: Algorithm) -> None:
         """Switch to a different algorithm, and keep the memory."""
-        self._take(algorithm)
+        self._set_algorithm(algorithm)
         self.close_all()
         if self.specs_of_last:  # before the first step it is unknown what is stale
             self._forget_stale()

@@ -209,6 +209,7 @@ class IntraNodePartition:
             for spec in parts.specs
             if self.held_ranges.get(spec.name, ranges[spec.name]) != ranges[spec.name]
         }
+        # All processes of the machine divide the same buckets in the same order, so all get here, or none.
         if moved:
             self._move(moved, ranges, memory, device)
         self.held_ranges |= ranges

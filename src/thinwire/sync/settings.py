@@ -101,7 +101,7 @@ class Settings:
     # The names by which the user gave the algorithm's settings, by ours: errors show them.
     names_given: Mapping[str, str] = field(default_factory=dict)
     weight: Weight | None = None  # None: all processes count the same
-    others: Mapping[str, str] = field(default_factory=dict)  # an adapter's own, to be compared, by subject
+    of_adapter: Mapping[str, str] = field(default_factory=dict)  # the adapter's own, by subject
 
     def __post_init__(self) -> None:
         if self.host_check not in ("auto", True, False):
@@ -154,7 +154,7 @@ class Settings:
             "find_unused_parameters": str(self.may_be_unused),
             "host_check": str(self.host_check),
             "on_nonfinite": self.on_nonfinite,
-            **self.others,
+            **self.of_adapter,
         }
         if self.loss_scale is not None:
             described["grad_scaler"] = "set"

@@ -59,10 +59,10 @@ class CounterRNG:
     specs: Sequence[ParameterSpec]
     seed: int
 
-    def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[RandomBits]:
-        """Return the draws of each rounding member in `who`, in one step."""
+    def draws(self, step: int, rounders: Iterable[int], device: torch.device) -> list[RandomBits]:
+        """Return the draws of each rounding member, in one step."""
         digests = bytearray()
-        for rounder in who:
+        for rounder in rounders:
             common = blake2b(f"{self.seed} {step} {rounder} ".encode(), digest_size=KEY_BYTES)
             for name in self._names:
                 (of_name := common.copy()).update(name)

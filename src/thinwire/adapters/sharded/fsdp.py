@@ -86,14 +86,14 @@ def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list
     piece_of = {piece.name: piece for piece in pieces}
     # The parameters of one fully_shard are a bucket: replicas with different ones would send different
     # messages. In reverse order, so that the first name of each bucket stays.
-    first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
+    first_of = {piece.group: piece.name for piece in reversed(pieces)}
     for name, tensor in tensors.items():
         local, piece = local_tensor(tensor), piece_of.get(name)
         shapes = f"of shape {tuple(tensor.shape)} ({tuple(local.shape)} here, "
         described[name] = f"{shapes}cut along {piece and piece.dim}), {local.dtype}"
         if piece is not None:
             trained = ", trained" if piece.parameter.requires_grad else ""
-            described[name] += f"{trained}, held with {first_of[piece.bucket]}"
+            described[name] += f"{trained}, held with {first_of[piece.group]}"
     return described
 
 
@@ -266,7 +266,7 @@ class FSDPAdapter:
         self._arrived.add(id(parameter))
         # A module that is called several times gets its gradients in parts. In the first pass all parts
         # count, since only that pass shows which one is the last.
-        if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].bucket):
+        if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].group):
             return
         bucket.num_arrived += 1
         if bucket.num_arrived % len(bucket.pieces) == 0:
@@ -423,7 +423,7 @@ def _buckets_of(pieces: Iterable[Piece], engine: Engine) -> list[_Bucket]:
     for piece in pieces:
         if piece.parameter.requires_grad:
             local = local_tensor(piece.parameter)
-            grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
+            grouped.setdefault((piece.group, local.device, local.dtype), []).append(piece)
     return [
         _Bucket(group, device, engine.buckets.bucket(tuple(specs_of(group))))
         for (_, device, _), group in reversed(grouped.items())

@@ -205,12 +205,10 @@ def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
 class FactorMessages:
     """The messages of a bucket's step: each holds factors, the first one flat gradients as well."""
 
-    def __init__(
-        self, dtype: torch.dtype, workspace: Workspace, uncompressed: Sequence[torch.Tensor]
-    ) -> None:
-        self.dtype, self.workspace, self._beside = dtype, workspace, uncompressed
+    def __init__(self, dtype: torch.dtype, workspace: Workspace, whole: Sequence[torch.Tensor]) -> None:
+        self.dtype, self.workspace, self._whole = dtype, workspace, whole
         self.received: list[torch.Tensor] = []  # the means of all messages, which must be finite
-        self.uncompressed: Sequence[torch.Tensor] = ()  # the means of the flat gradients
+        self.whole_means: Sequence[torch.Tensor] = ()  # of the flat gradients
 
     def average(
         self, factors: list[torch.Tensor], *, as_sent: bool
@@ -220,20 +218,20 @@ class FactorMessages:
         `as_sent` is for factors that are subtracted from the residual: it returns them rounded to 16 bits, as
         they were sent, so that the residual keeps the rounding error.
         """
-        like, beside = factors[0], [] if self.received else self._beside
+        like, whole = factors[0], [] if self.received else self._whole
         sent = factors if self.dtype != torch.float16 else list(map(clamped, factors))
-        if beside and accelerators.is_accelerator(like.device):
-            beside = widened(beside, like.dtype)  # torch concatenates mixed dtypes one by one
+        if whole and accelerators.is_accelerator(like.device):
+            whole = widened(whole, like.dtype)  # torch concatenates mixed dtypes one by one
         kind = like.device, like.dtype, self.dtype
-        (message,) = yield Jointly(all_packed, [(self, [*sent, *beside])], kind)
+        (message,) = yield Jointly(all_packed, [(self, [*sent, *whole])], kind)
         own = factors
         if as_sent and message.dtype != like.dtype:
             # Read before the message is sent: the mean may overwrite it.
             own = unpacked(message, factors)
         mean = yield Mean(message)
-        if beside:
-            sizes = list(map(torch.numel, beside))
-            self.uncompressed = mean[len(mean) - sum(sizes) :].split_with_sizes(sizes)
+        if whole:
+            sizes = list(map(torch.numel, whole))
+            self.whole_means = mean[len(mean) - sum(sizes) :].split_with_sizes(sizes)
         self.received.append(mean)
         return own, unpacked(mean, factors)
 

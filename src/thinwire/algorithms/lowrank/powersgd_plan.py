@@ -115,7 +115,7 @@ class PowerSGDPlan(LowRankPlan):
         finally:
             for group in M.groups:
                 group.matrices = ()  # they would keep an unused bucket alive
-        means = messages.uncompressed  # the last one says whether any residual remains, if some may not fit
+        means = messages.whole_means  # the last one says whether any residual remains, if some may not fit
         writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=False)]
         # After the reconstruction, which reads the basis that the step started from.
         writes += self._writes(memory, M, new, start, is_healthy)
