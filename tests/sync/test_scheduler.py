@@ -119,8 +119,7 @@ def test_what_can_not_be_served_is_refused_before_anything_is_sent(
 
 
 def test_a_message_in_flight_is_waited_for_if_the_next_one_of_its_round_is_refused() -> None:
-    start = Mock(side_effect=[Mock(), CommunicationError("refused")])
-    transport = Recording(Mock(size=1, start=start))
+    transport = Recording(Mock(size=1, start=Mock(side_effect=[Mock(), CommunicationError("refused")])))
     exchange = CollectiveScheduler(transport, "step 0")
     both = asks((AllToAll(torch.zeros(1, 2)), AllGather(torch.zeros(2))))
     with pytest.raises(CommunicationError, match="refused"):

@@ -166,7 +166,7 @@ class AlgorithmState:
     def save(self, algorithm: Algorithm, device: torch.device, purpose: str) -> SavedState:
         """Return the state, the same on every process; residuals in memory become means too. Collective."""
         self._drop_unsaved()
-        if self.unsynced_names:
+        if self.unsynced_names:  # on all processes, or none: they have compared this
             # Only these: averaging again could change the last bits, and memory holds nothing yet for
             # parameters whose bucket was not opened since a load.
             specs = [spec for name, spec in self.specs.items() if name in self.unsynced_names]

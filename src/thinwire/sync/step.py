@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
 from thinwire.algorithms import Bucket, Memory
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.error_feedback import ERROR, residuals_restored
 from thinwire.comm import Transport, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
@@ -128,7 +128,8 @@ class Step:
         if self._intra_node is None or bucket.parts is None:
             self._send_part(bucket, bucket.flat)
             return
-        # The machine reduces it first. The bucket before has mostly arrived by now, and is sent.
+        # The machine reduces it first. The bucket before has mostly arrived by now, and is sent: not when it
+        # arrives, or rank 0 could send it before this reduction, and rank 1 after it.
         bucket.by_rank = bucket.parts.by_rank(bucket.flat)
         purpose = f"{self._name}, the mean inside the machine of the bucket of {bucket.specs[0].name}"
         work = self._intra_node.scatter_mean(bucket.by_rank, bucket.parts.lengths, purpose)
@@ -211,11 +212,12 @@ class Step:
             requests = self._unused.run(self._memory, parts, self._intra_node, self._name)
             self._scheduler.close_with(requests)
 
-    def finish(self) -> bool:
+    def finish(self, unused: Collection[str] = ()) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as known.
 
         It is not committed if a mean is not finite: memory is as it was, and all gradients are NaN, so that
-        a `GradScaler` skips the step, or zeros (`on_nonfinite`).
+        a `GradScaler` skips the step, or zeros (`on_nonfinite`). The residuals of `unused` parameters stay as
+        they were, since the caller does not apply their means.
         """
         with self._all_sent():
             on_cpu, is_under_way = self._plans.device.type == "cpu", True
@@ -225,7 +227,8 @@ class Step:
                 if on_cpu:
                     self._scheduler.commit_early()
                 is_under_way = self._scheduler.advance()
-            with profiler_range("thinwire: commit"):
+            restored = residuals_restored(self._memory, unused) if unused else nullcontext()
+            with profiler_range("thinwire: commit"), restored:
                 committed = self._commit()
             if self._intra_node is not None:
                 self._gather(self._intra_node)

@@ -20,7 +20,6 @@ from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averag
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, sharded_like
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.error_feedback import residuals_restored
 from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_values
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
@@ -314,13 +313,12 @@ class FSDPAdapter:
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
                 flags_work, unused = self._find_unused()
-                step, memory = cast(Step, self._step), engine.state.memory
-                with residuals_restored(memory, unused):
-                    # Wait for the flags before the commit, since no message may fail after memory is written;
-                    # and after the first round, which was sent before them.
-                    step.advance()
-                    flags_work.wait()
-                    committed = step.finish()
+                step = cast(Step, self._step)
+                # Wait for the flags before the commit, since no message may fail after memory is written; and
+                # after the first round, which was sent before them.
+                step.advance()
+                flags_work.wait()
+                committed = step.finish(unused)
                 self._write_gradients(unused)
                 if not self._has_order:
                     self._learn_order()
