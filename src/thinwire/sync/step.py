@@ -209,7 +209,7 @@ class Step:
         if self._unused is not None:
             # One message for all buckets, sent with their second.
             parts = [bucket.own_part for bucket in self._buckets]
-            requests = self._unused.run(self._memory, parts, self._intra_node, self._name)
+            requests = self._unused.run(parts, self._intra_node, self._name)
             self._scheduler.close_with(requests)
 
     def finish(self, unused: Collection[str] = ()) -> bool:
@@ -227,7 +227,8 @@ class Step:
                 if on_cpu:
                     self._scheduler.commit_early()
                 is_under_way = self._scheduler.advance()
-            restored = residuals_restored(self._memory, unused) if unused else nullcontext()
+            names = unused if self._unused is None else self._unused.names
+            restored = residuals_restored(self._memory, names) if names else nullcontext()
             with profiler_range("thinwire: commit"), restored:
                 committed = self._commit()
             if self._intra_node is not None:
@@ -354,7 +355,7 @@ class Step:
             self._state.torn = self._state.torn or self._name
         tasks, num_buckets = self._scheduler.tasks, len(self._buckets)
         self._scheduler.commit(tasks[:num_buckets], is_healthy)
-        # Last, since it restores residuals that the buckets have just written.
+        # Last, since it zeroes gradients that the buckets have just written.
         self._scheduler.commit(tasks[num_buckets:])
 
     def _is_healthy(self) -> tuple[torch.Tensor, torch.Tensor | None]:
