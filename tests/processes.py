@@ -70,10 +70,8 @@ modules = ["end_if_alone", "preloaded"]
 
 
 def context() -> Any:
-    """Return multiprocessing's context with a server that has imported; it starts when it is needed first.
-
-    A process that was itself forked by a server uses that one.
-    """
+    """Return multiprocessing's context with a server that has imported; it starts when it is needed first."""
+    # A process that was itself forked by a server uses that one.
     found = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._forkserver_alive_fd is not None:
@@ -309,10 +307,8 @@ class Spawn:
 
 
 def in_each_process(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let every process of a pool run a test's body, with its parameters and fixtures.
-
-    In the processes assertions are plain ones: a failure shows the line, but no values.
-    """
+    """Let every process of a pool run a test's body, with its parameters and fixtures."""
+    # In the processes assertions are plain ones: a failure shows the line, but no values.
 
     def decorated(body: Callable[..., None]) -> Callable[..., None]:
         def test(spawn: Spawn, **fixtures: Any) -> None:
@@ -395,10 +391,8 @@ def run_fresh(
     timeout_seconds: float = 30.0,
     limit_seconds: float = 100.0,
 ) -> list[Ended]:
-    """Run `body(setting, *args)` in new processes, which may die; all have ended when this returns.
-
-    A process that has not ended by itself after `limit_seconds` is killed, and the test fails.
-    """
+    """Run `body(setting, *args)` in new processes, which may die; all have ended when this returns."""
+    # A process that has not ended by itself after `limit_seconds` is killed, and the test fails.
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder, f"result-{rank}") for rank in range(processes)]
         settings = [Setting(rank, processes, timeout_seconds, f"{folder}/store") for rank in range(processes)]

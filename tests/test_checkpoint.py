@@ -347,8 +347,15 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path
         simulation.syncs[0].load_state_dict(states[0] | {"layout": states[0]["layout"] | {"rank": 3}})
     with pytest.raises(StateError, match="contains no file from save_local"):
         load_local(simulation.syncs[0], tmp_path)
-    for sync in (*Simulation(POWER, buckets(), num_workers=3).syncs[1:], simulation.syncs[0]):
+    for sync in Simulation(POWER, buckets(), num_workers=3).syncs[1:]:
         save_local(sync, tmp_path)
+    with patch("torch.save", side_effect=OSError), pytest.raises(CheckpointError):
+        save_local(simulation.syncs[0], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"thinwire_1.pt", "thinwire_2.pt"}
+    torch.save(states[0] | {"layout": {}}, tmp_path / "thinwire_0.pt")
+    with pytest.raises(StateError, match="can't be read, KeyError: 'rank'"):
+        load_local(simulation.syncs[0], tmp_path)
+    save_local(simulation.syncs[0], tmp_path)
     assert len(list(tmp_path.iterdir())) == 2  # the third of three is removed
     (tmp_path / "thinwire_1.pt").unlink()
     with pytest.raises(StateError, match=r"the states of all processes, got those of ranks 0 of 2;"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -196,9 +195,7 @@ def train_a_step_longer(setting: Setting) -> None:
 def save_on_one(setting: Setting, meanwhile: str) -> list[str]:
     agreement.PATIENCE_SECONDS = 0.5
     warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
+    agreement.logger.warning = warned.append  # type: ignore[assignment,method-assign]
     setting.join_group()
     sync, step_with = by_hook(POWER, trained=3)
     before, start = remembered(sync), time.monotonic()

@@ -261,10 +261,8 @@ def test_an_aggregator_of_ones_own_keeps_the_references_contract() -> None:
 def test_uneven_inputs(
     num_batches: tuple[int, int], divide_by_initial: bool, algorithm: Algorithm | None
 ) -> None:
-    """What was applied and what is left are the true sum over the whole uneven run.
-
-    With a learning rate of one and gradients that do not depend on the weights.
-    """
+    """What was applied and what is left are the true sum over the whole uneven run."""
+    # With a learning rate of one and gradients that do not depend on the weights.
     torch.manual_seed(0)
     layer = nn.Linear(40, 30, bias=False)
     start = layer.weight.detach().clone()

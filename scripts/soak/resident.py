@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from processes import Pool
 from thinwire import AllReduce, Cast, LocalSGD, PowerSGD, Quantize, TopK
-from thinwire.adapters.tensors import GradientListAdapter
+from thinwire.adapters.gradient_list import GradientListAdapter
 from thinwire.algorithms import Algorithm
 
 WARM_STEPS = 50

@@ -150,12 +150,13 @@ def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
     """
     folder, position = Path(folder), sync.position
     folder.mkdir(parents=True, exist_ok=True)
+    save(sync.local_state_dict(), folder / LOCAL_NAME.format(position.rank))
+    # Only now: if this process can't save, the files of the earlier save stay.
     if position.rank == 0:
         current = {LOCAL_NAME.format(rank) for rank in range(position.world_size)}
         for file in folder.glob(LOCAL_NAME.format("*")):
             if file.name not in current:
                 file.unlink(missing_ok=True)
-    save(sync.local_state_dict(), folder / LOCAL_NAME.format(position.rank))
 
 
 def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bool = True) -> None:

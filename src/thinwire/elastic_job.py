@@ -111,7 +111,7 @@ class ElasticJob(Job):
         self._port, self._has_others = port, lighthouse is not None
         self._address = lighthouse or ""
         self._host = host or (LOOPBACK if lighthouse is None else None)
-        self._restarts = [0] * members
+        self._restarts = [0] * self._size
         self._ended: dict[int, int] = {}  # exit codes of members that have ended for good, in order
 
     def _continues(self) -> bool:

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from typing_extensions import Unpack
 
 from thinwire import algorithms
-from thinwire.adapters.tensors import GradientListAdapter, Gradients
+from thinwire.adapters.gradient_list import GradientListAdapter, Gradients
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRankRoute, translated
 from thinwire.checks import shown
 from thinwire.errors import ConfigError, StepError
@@ -235,7 +235,7 @@ class PowerSGD(AlgorithmAggregator):
     `GradientListAdapter`.
     """
 
-    _typed: ClassVar[Mapping[str, str]] = {ELSEWHERE.get(name, name): name for name in Config._fields}
+    _names_given: ClassVar[Mapping[str, str]] = {ELSEWHERE.get(name, name): name for name in Config._fields}
 
     def __init__(
         self, params: Iterable[torch.Tensor], config: Config, **options: Unpack[AggregatorOptions]

@@ -256,6 +256,32 @@ def divide_by_all_members(model: DistributedDataParallel) -> None:
     model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 
 
+def call_before_pass(model: DistributedDataParallel, action: Callable[[Any], None]) -> None:
+    """Call an action before each pass of a DDP model, until `stop_calling`.
+
+    `model.forward(…)` calls none of the model's hooks; nor does `replicate`, only a part of DDP's forward.
+    """
+    held: Callable[[], Any] = weakref.ref(model)  # without a cycle
+    name = _first_called(model)
+
+    @not_compiled
+    def first_called(*inputs: Any, **named: Any) -> Any:
+        action(held())
+        return getattr(type(held()), name)(held(), *inputs, **named)
+
+    setattr(model, name, first_called)
+
+
+def stop_calling(model: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Undo `call_before_pass` in a model's attributes, or in a copy of them."""
+    state.pop(_first_called(model), None)
+
+
+def _first_called(model: DistributedDataParallel) -> str:
+    # A subclass's own forward may not call DDP's.
+    return "_pre_forward" if type(model).forward is DistributedDataParallel.forward else "forward"
+
+
 def leave_join(joinable: Joinable) -> None:
     """Stop notifying a join context in later steps: torch keeps that enabled after the context's end."""
     joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
@@ -310,32 +336,6 @@ def fsdp_states(model: nn.Module) -> list[Any]:
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     states = [module._get_fsdp_state() for module in modules]
     return list({id(state): state for state in states}.values())
-
-
-def call_before_pass(model: DistributedDataParallel, action: Callable[[Any], None]) -> None:
-    """Call an action before each pass of a DDP model, until `stop_calling`.
-
-    `model.forward(…)` calls none of the model's hooks; nor does `replicate`, only a part of DDP's forward.
-    """
-    held: Callable[[], Any] = weakref.ref(model)  # without a cycle
-    name = _first_called(model)
-
-    @not_compiled
-    def first_called(*inputs: Any, **named: Any) -> Any:
-        action(held())
-        return getattr(type(held()), name)(held(), *inputs, **named)
-
-    setattr(model, name, first_called)
-
-
-def stop_calling(model: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Undo `call_before_pass` in a model's attributes, or in a copy of them."""
-    state.pop(_first_called(model), None)
-
-
-def _first_called(model: DistributedDataParallel) -> str:
-    # A subclass's own forward may not call DDP's.
-    return "_pre_forward" if type(model).forward is DistributedDataParallel.forward else "forward"
 
 
 class FSDPModel:

@@ -257,7 +257,7 @@ def test_variables_that_lie_are_refused_on_all(case: str) -> None:
             engine = engine_of(thinwire.attach(ddp_of(), Quantize(bits=4), machines=False))
             attach = partial(thinwire.attach, model, Quantize(bits=4))
             with pytest.raises(AgreementError, match="calls differ"):
-                engine.agree(torch.device("cpu")) if rank == 3 else attach()
+                engine.buckets.agree(torch.device("cpu")) if rank == 3 else attach()
             return
         with pytest.raises(AgreementError, match=words):
             thinwire.attach(model, Quantize(bits=4))

@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
+from algorithms.test_conformance import assert_same_state
 from processes import in_each_process
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.adapters.attach import attach
@@ -524,15 +525,16 @@ def test_parameters_that_some_or_all_replicas_do_not_use() -> None:
     model = branches(3)
     sync = attach(model, AllReduce(), replicas=mesh_of())
     shard, replica = dist.get_rank() % 2, dist.get_rank() // 2
-    assert f"4 processes, 2 replicas of 2 shards, of which this is shard {shard} of replica {replica}" in str(
-        sync
-    )
-    state = sync.state_dict()
+    where = f"4 processes, 2 replicas of 2 shards, of which this is shard {shard} of replica {replica}"
+    assert where in str(sync)
+    state, saved = sync.state_dict(), list[Any]()
     owed = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
     state["error"] = (("2.weight", owed),)
     sync.load_state_dict(state)
     batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(2))
+    engine_of(sync).reporter.observers.append(lambda _: saved.append(sync.local_state_dict()))
     torch.autograd.backward(model(batch, replica).square().mean())
+    assert_same_state(saved[0], sync.local_state_dict())
     halves = []
     for number in range(2):
         branch = model[number]

@@ -68,10 +68,8 @@ def first_steps(entry: Entry) -> range:
 
 
 def run(sim: Simulation, steps: range, sums: Sums | None = None) -> list[list[torch.Tensor]]:
-    """Results by step and bucket; of all workers the same, finite, of the gradients' type.
-
-    After a warm-up the steps send what the plan says: that of alternating factors has the mean of both.
-    """
+    """Results by step and bucket; of all workers the same, finite, of the gradients' type."""
+    # After a warm-up the steps send what the plan says: that of alternating factors has the mean of both.
     results = []
     compressed = range(max(steps.start, warmup_steps(sim.engines[-1].algorithm)), steps.stop)
     for step in steps:

@@ -27,12 +27,6 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def projector(rows: torch.Tensor, matrix_rank: int) -> torch.Tensor:
-    """Onto the span of `rows`, by SVD in float64."""
-    right: torch.Tensor = torch.linalg.svd(rows.double(), full_matrices=False)[2][:matrix_rank]
-    return right.T @ right
-
-
 def condition_of(rows: torch.Tensor) -> float:
     """Largest over smallest singular value of the rows, each brought to length one; 1 for no rows."""
     if not len(rows):
@@ -67,7 +61,8 @@ def test_spans_what_the_svd_spans(rows: int, extra: int, missing: int, exponent:
     assert (basis[~alive] == 0).all()
     kept = basis[alive]
     torch.testing.assert_close(kept @ kept.T, torch.eye(matrix_rank, dtype=torch.float64), rtol=0, atol=1e-5)
-    gap = (basis.T @ basis - projector(matrix, matrix_rank)).norm()
+    right = torch.linalg.svd(matrix.double(), full_matrices=False)[2][:matrix_rank]
+    gap = (basis.T @ basis - right.T @ right).norm()
     assert gap < 3e-6 * condition
 
 

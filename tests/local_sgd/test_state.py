@@ -164,17 +164,12 @@ def test_a_state_that_does_not_fit_is_refused(member: Member) -> None:
         assert local.stats().steps == 0
 
 
-def buffer_of(value: object) -> Callable[[dict[str, Any]], object]:
-    """Put something in the place of the first parameter's momentum."""
-    return lambda outer: outer["state"][0].update(momentum_buffer=value)
-
-
 NO_STEP = "SGD can't make a step with the outer optimizer's state"
 OUTERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda outer: outer.update(param_groups=[]), "the state is from a different outer optimizer"),
     (lambda outer: outer.pop("state"), NO_STEP),
     (lambda outer: outer.update(state=[1]), NO_STEP),
-    (buffer_of(torch.ones(3)), NO_STEP),  # of another shape
+    (lambda outer: outer["state"][0].update(momentum_buffer=torch.ones(3)), NO_STEP),  # of another shape
     (lambda outer: outer["param_groups"][0].update(lr="0.7"), NO_STEP),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -102,7 +102,9 @@ def _by_itself(
     theta = flat(workers[0])
     velocity = torch.zeros(theta.shape, dtype=torch.float64)
     averaged = AveragedModel(workers[0]).tensors()
-    places = {each.name: part for each, part in zip(averaged, _places(workers[0]), strict=True)}
+    sizes = [parameter.numel() for parameter in workers[0].parameters()]
+    parts = torch.arange(sum(sizes)).split_with_sizes(sizes)
+    places = {each.name: part for each, part in zip(averaged, parts, strict=True)}
     fragments = [
         torch.cat([places[each.name] for each in fragment])
         for fragment in fragments_of(averaged, num_fragments)
@@ -124,11 +126,6 @@ def _by_itself(
                     held[of_it] = mix * held[of_it] + (1 - mix) * theta[of_it]
                     nn.utils.vector_to_parameters(held, worker.parameters())
     return [flat(worker) for worker in workers]
-
-
-def _places(model: nn.Module) -> Sequence[Tensor]:
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    return torch.arange(sum(sizes)).split_with_sizes(sizes)
 
 
 # What is sent, and when it is waited for

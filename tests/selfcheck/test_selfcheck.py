@@ -16,6 +16,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.device import ALGORITHMS, RANKS, measure
 from thinwire.selfcheck.training_checks import CHECKS, CheckContext
 from thinwire.sync import Engine, GradientSync
+from thinwire.sync.bucket_plans import BucketPlans
 from thinwire.sync.scheduler import CollectiveScheduler
 
 
@@ -70,7 +71,7 @@ def drifting(patch: pytest.MonkeyPatch) -> None:
 
 def deaf(patch: pytest.MonkeyPatch) -> None:
     """Nobody compares anything."""
-    patch.setattr(Engine, "agree", lambda self, device: None)
+    patch.setattr(BucketPlans, "agree", lambda self, device: None)
 
 
 BREAKING: list[tuple[Callable[..., None], str]] = [

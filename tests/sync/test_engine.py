@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from cProfile import Profile
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,6 +80,14 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
     assert failing.reporter.stats().steps == 1
     for expected, got in zip(step(healthy, seed=2), step(failing, seed=2), strict=True):
         assert torch.equal(expected, got)
+
+
+def test_the_wait_for_other_shards_is_no_arithmetic() -> None:
+    shards = Mock(size=2, data_device=torch.device("cpu"))
+    shards.all_reduce.return_value.wait = lambda: time.sleep(0.2)
+    engine = Engine(POWER, noting(), settings=Settings(health_group=shards))
+    step(engine)
+    assert engine.reporter.stats().waiting_seconds >= 0.2
 
 
 def test_a_bucket_in_flight_is_not_started_in_another_step() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Requests
 from thinwire.comm import InProcessTransport, Note, Recording, Transport, run_members
-from thinwire.errors import ConfigError
+from thinwire.errors import CommunicationError, ConfigError
 from thinwire.sync.scheduler import CollectiveScheduler
 
 
@@ -29,7 +30,7 @@ def driven(buckets: Sequence[Requests], transport: Transport) -> None:
         exchange.start(requests, "bucket", rounds=2)
     while exchange.advance():
         pass
-    assert all(task.gate is not None for task in exchange.tasks)
+    assert all(task.commit is not None for task in exchange.tasks)
     assert bool(exchange.is_healthy())
     exchange.commit(exchange.tasks)
 
@@ -115,3 +116,14 @@ def test_what_can_not_be_served_is_refused_before_anything_is_sent(
     with pytest.raises(ConfigError, match=words):
         driven([requests()], transport)
     assert not any(note.handed_bytes for note in transport.notes)
+
+
+def test_a_message_in_flight_is_waited_for_if_the_next_one_of_its_round_is_refused() -> None:
+    transport = Recording(Mock(size=1, start=Mock(side_effect=[Mock(), CommunicationError("refused")])))
+    exchange = CollectiveScheduler(transport, "step 0")
+    both = asks((AllToAll(torch.zeros(1, 2)), AllGather(torch.zeros(2))))
+    with pytest.raises(CommunicationError, match="refused"):
+        exchange.start(both, "bucket", rounds=1)
+    exchange.close()
+    exchange.drain()
+    assert [note.awaited_at is None for note in transport.notes] == [False, True]

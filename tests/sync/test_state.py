@@ -139,18 +139,13 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 
 
-def unknowing() -> Engine:
-    """What learns its parameters bucket by bucket, as the hooks do."""
-    return Engine(POWER, InProcessTransport.group(1)[0])
-
-
 def test_the_state_of_another_model_is_refused_where_parameters_become_known(state: dict[str, Any]) -> None:
     """As of hooks, at the first step: of another shape, or without such a parameter. It is saved before."""
     for other, words in (
         (spec("head.weight", 32, 64), r"error of head.weight has shape \(64, 32\).*\(32, 64\)"),
         (spec("parameter[-1]", 40, 20), r"parameter\[-1\]"),
     ):
-        engine = unknowing()
+        engine = Engine(POWER, InProcessTransport.group(1)[0])
         GradientSync(engine).load_state_dict(state)
         assert_same_state(engine.state_dict(), state)
         with pytest.raises(StateError, match=words):

@@ -29,6 +29,7 @@ from thinwire.sync.streams import CommStream
 from thinwire.torch_private import comm_hooks, ddp_parameters
 
 PATIENCE_SECONDS = 10.0
+ATTACHED = "attach"  # the caller of `switched` whose adapter averages each step's gradients
 ONE_EACH = "make one state for each model"  # advice in errors
 
 
@@ -80,11 +81,9 @@ def adapter_of_hook(
     hook_state: object, algorithm: Algorithm, transport: Transport, settings: Settings, layout: Layout
 ) -> "DDPAdapter":
     """Return an adapter for a hook that is called with this state. Collective."""
-
-    def is_registered(model: DistributedDataParallel) -> bool:
-        return any(state is hook_state for _, state in comm_hooks(model))
-
-    models = ddp_model.find_ddp_models(is_registered)  # a hook does not get its model
+    models = ddp_model.find_ddp_models(  # a hook does not get its model
+        lambda model: any(state is hook_state for _, state in comm_hooks(model))
+    )
     if len(models) > 1:
         shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
         raise ConfigError(f"{shared}; {ONE_EACH}")
@@ -131,9 +130,9 @@ class DDPAdapter:
         if current not in (-1, self._watched_pass):
             self._watched_pass = current
             torch_private.at_end_of_backward(self._check_finished)
-        future, has_none = new_future(flat.device), flat.device.type in streams.WITHOUT_STREAMS
+        future, has_streams = new_future(flat.device), flat.device.type not in streams.WITHOUT_STREAMS
         try:
-            beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
+            beside = self._comm_stream.wait_for_current(flat.device) if has_streams else nullcontext()
             with beside:
                 # Time both together: while a bucket is opened, and processes agree, its gradients wait.
                 with self.engine.clock.inside():
@@ -150,7 +149,7 @@ class DDPAdapter:
                 is_last = bucket.is_last() if graph is None else graph.is_last(bucket)
                 if is_last:
                     self._finish(step, is_pass=current != -1)
-            if is_last and not has_none:
+            if is_last and has_streams:
                 self._comm_stream.current_waits()
         except BaseException:
             # Leave the futures incomplete: the exception ends the backward pass before DDP waits for them.
@@ -327,15 +326,15 @@ class Switch:
     adapter_now: Callable[[], DDPAdapter | None]  # averages in this pass; None leaves gradients alone
     taken_by = ""  # the caller that has set it; "" if it is not used any more
 
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = weakref.ref(model)
+        self._transport = _transport_of(model)  # now: `free` may come after `destroy_process_group`
+
     @property
     def engine(self) -> Engine | None:
         """The engine that averages the gradients of each step, if `attach` has set it."""
         adapter = self.adapter_now() if self.taken_by == ATTACHED else None
         return None if adapter is None else adapter.engine
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.model = weakref.ref(model)
-        self._transport = _transport_of(model)  # now: `free` may come after `destroy_process_group`
 
     def free(self) -> None:
         """Average as DDP would without a hook, from the next pass on."""
@@ -362,9 +361,6 @@ class Switch:
         if self.taken_by:
             raise ddp_model.not_pickled()
         return ddp_model.DetachedAdapter, ()
-
-
-ATTACHED = "attach"
 
 
 def switched(

@@ -132,7 +132,7 @@ def overlap_forward(
     _check_optimizers(ddp_model, optimizers)
     names = names_in(ddp_model)
     specs = [ParameterSpec.of(name, tensor) for tensor, name in names.items() if tensor.requires_grad]
-    settings = Settings(others={"overlap_forward": f"with clip_norm={clip_norm and float(clip_norm)}"})
+    settings = Settings(of_adapter={"overlap_forward": f"with clip_norm={clip_norm and float(clip_norm)}"})
     engine = new_engine(algorithm, transport, specs, settings, False)
     deferred = [DeferredOptimizer(optimizer, poison=poison) for optimizer in optimizers]
     adapter = ForwardAdapter(engine, names, deferred, clip_norm)
@@ -446,8 +446,10 @@ class OverlappedSync(GradientSync):
     @contextmanager
     def dry(self) -> Iterator[Callable[[], None]]:
         with super().dry() as keep:
-            yield keep
-            self.flush()
+            try:
+                yield keep
+            finally:  # pending parameters are stepped in any case, and that must not count later
+                self.flush()
 
     def use(self, algorithm: Algorithm) -> None:
         check_algorithm(algorithm)

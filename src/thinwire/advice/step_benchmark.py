@@ -19,7 +19,7 @@ from thinwire.advice.priced_steps import PricedSteps, Sent, TimedSteps, Timeline
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Message, Recording, Transport, Work, gather_numbers
 from thinwire.comm.process_group import own_subgroup
-from thinwire.comm.transport import CompletedWork
+from thinwire.comm.transport import CombinedWork
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine
 from thinwire.sync.streams import record_event
@@ -165,7 +165,7 @@ class LoopbackTransport(Transport):
         elif message.collective == "all_to_all":
             # All send the same: each member sends to this one what this one sends to the first.
             output.copy_(tensor[0].expand_as(output))
-        return CompletedWork()
+        return CombinedWork(lambda: None)
 
 
 def mean_over_processes(numbers: Sequence[float], transport: Transport) -> list[float]:

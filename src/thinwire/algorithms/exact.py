@@ -20,10 +20,7 @@ class _Uncompressed(Algorithm):
 
     slots = (ERROR,)
     remembers = False
-
-    @property
-    def split_granularity(self) -> int:
-        return 1
+    split_granularity = 1
 
 
 @dataclass(frozen=True)

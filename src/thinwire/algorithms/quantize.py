@@ -12,7 +12,7 @@ from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Granularity,
 from thinwire.algorithms.eigenbasis import COVARIANCE, EIGENVECTORS, VARIANCES, Eigenbasis, is_in
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import average_uncompressed
-from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests, Round
+from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests, RunPart
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.backend import MeanArgs, ResidualArgs
@@ -224,7 +224,7 @@ class QuantizePlan(BucketPlan):
 
     def _average_shares(
         self, sent: Coded, values: torch.Tensor, rank: int
-    ) -> Round[tuple[Coded, torch.Tensor | None]]:
+    ) -> RunPart[tuple[Coded, torch.Tensor | None]]:
         """Return the coded mean, and what encoding this member's share of it has lost, to keep a residual.
 
         1. Send to each member the blocks that it averages (first round).
@@ -242,7 +242,7 @@ class QuantizePlan(BucketPlan):
         mean = code_kernels_for(values).averaged(args)
         return Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share), lost
 
-    def _exchange(self, sent: Coded, rank: int) -> Round[list[Coded]]:
+    def _exchange(self, sent: Coded, rank: int) -> RunPart[list[Coded]]:
         """Return the codes of both of two members, whose mean is then not rounded.
 
         Instead of the coded mean of its share (3) a member sends its codes of it: as many bytes, and neither

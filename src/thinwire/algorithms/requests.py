@@ -95,5 +95,5 @@ device are sent as one.
 """
 
 Answer = TypeVar("Answer")
-Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
+RunPart: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
 """A part of a `run`: it yields requests and returns a result."""

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias, TypeVar
 
-import torch
-
 from thinwire.checks import listed
-from thinwire.comm.collectives import gather_values
+from thinwire.comm.collectives import gather_bytes, gather_values
 from thinwire.comm.transport import Transport
 from thinwire.errors import AgreementError
 
@@ -50,10 +48,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     )
     with said_if_slow(PATIENCE_SECONDS, logger.warning, warning):
         # A gather, not an all-reduce: it must not be matched with another member's all-reduce.
-        own = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(transport.control_device)
-        rows = own.new_empty(transport.size, len(fingerprint))
-        transport.all_gather(rows, own, where).wait()
-        digests = {bytes(row) for row in rows.tolist()}
+        digests = set(gather_bytes(fingerprint, transport, where))
     if len(digests) == 1:
         return
     # All members see the same digests, so all get here or none does.
@@ -116,11 +111,11 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
         )
     if ALGORITHM in differing:  # its settings follow, which other algorithms do not have
         differing = differing[: differing.index(ALGORITHM) + 1]
-    listed = [_who_has_what(everyone, subject) for subject in differing[:MAX_SUBJECTS]]
+    differences = [_who_has_what(everyone, subject) for subject in differing[:MAX_SUBJECTS]]
     if len(differing) > MAX_SUBJECTS:
-        listed.append(f"and {len(differing) - MAX_SUBJECTS} more differences")
+        differences.append(f"and {len(differing) - MAX_SUBJECTS} more differences")
     raise AgreementError(
-        f"{purpose}: {'; '.join(listed)}. "
+        f"{purpose}: {'; '.join(differences)}. "
         "Give all processes the same model, algorithm, state and packages; nothing was changed"
     )
 

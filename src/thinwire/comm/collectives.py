@@ -87,11 +87,15 @@ def gather_values(value: object, transport: Transport, purpose: str) -> list[Any
     data = json.dumps(value).encode()
     # Pad to one length on all members; JSON ignores spaces at the end.
     longest = max(int(length) for (length,) in gather_numbers([len(data)], transport, purpose))
-    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-    own = padded.to(transport.control_device)
+    return list(map(json.loads, gather_bytes(data.ljust(longest), transport, purpose)))
+
+
+def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
+    """Return the bytes of all members, of one length, by rank. Collective; a host synchronisation."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport.control_device)
     rows = own.new_empty(transport.size, len(own))
     transport.all_gather(rows, own, purpose).wait()
-    return [json.loads(bytes(row)) for row in rows.tolist()]
+    return list(map(bytes, rows.tolist()))
 
 
 def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:

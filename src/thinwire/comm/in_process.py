@@ -158,20 +158,20 @@ if hasattr(os, "register_at_fork"):  # POSIX
 
 
 @dataclass
-class _Room:
+class _SharedGroup:
     """A group's collectives in flight, by number, in message order."""
 
     size: int
-    messages: dict[int, _Pending] = field(default_factory=dict)
+    messages: dict[int, _Collective] = field(default_factory=dict)
     is_broken: bool = False  # what has not arrived will not
     is_over: bool = False  # some members have sent more than others: a later run would mix up their messages
 
 
 @dataclass
-class _Pending:
+class _Collective:
     """A collective with each rank's tensor, until all have arrived and all ranks have their result."""
 
-    room: _Room
+    shared: _SharedGroup
     number: int
     purpose: str
     kind: object  # the same on all members
@@ -180,10 +180,10 @@ class _Pending:
 
     @property
     def is_complete(self) -> bool:
-        return self.room.is_broken or len(self.tensors) == self.room.size
+        return self.shared.is_broken or len(self.tensors) == self.shared.size
 
     def who_is_missing(self) -> str:
-        size, there = self.room.size, sorted(self.tensors)
+        size, there = self.shared.size, sorted(self.tensors)
         missing = sorted({*range(size)} - self.tensors.keys())
         return (
             f"{self.purpose}: members {missing} of {size} have not sent message {self.number}, for which "
@@ -197,31 +197,31 @@ class InProcessTransport(Transport):
     A group of one serves a process that has no process group. If there are more, `run_members` runs them.
     """
 
-    def __init__(self, room: _Room, rank: int) -> None:
-        self._room = room
-        self.size, self.rank = room.size, rank
+    def __init__(self, shared: _SharedGroup, rank: int) -> None:
+        self._shared = shared
+        self.size, self.rank = shared.size, rank
         self._num_sent = 0
 
     @classmethod
     def group(cls, size: int) -> list[InProcessTransport]:
         """Return the ends of a new group, by rank."""
-        room = _Room(size)
-        return [cls(room, rank) for rank in range(size)]
+        shared = _SharedGroup(size)
+        return [cls(shared, rank) for rank in range(size)]
 
     def abort(self) -> None:
         """Abort the collectives in flight for all members: missing tensors will never arrive."""
-        self._room.is_broken = True
+        self._shared.is_broken = True
 
     def start(self, message: Message) -> Work:
-        if self._room.is_over:
+        if self._shared.is_over:
             left = "an error, or Ctrl-C, has ended this group in the middle of a message; make a new group"
             raise CommunicationError(f"{message.purpose}: {left}")
         tensor = message.tensor
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
         # Match by order alone, as backends do; but raise if collectives differ, where backends would hang.
         self._num_sent += 1
-        new = _Pending(self._room, self._num_sent, message.purpose, kind)
-        pending = self._room.messages.setdefault(self._num_sent, new)
+        new = _Collective(self._shared, self._num_sent, message.purpose, kind)
+        pending = self._shared.messages.setdefault(self._num_sent, new)
         if pending.kind != kind:
             raise CommunicationError(
                 f"{message.purpose}: message {pending.number} differs between members: member {self.rank} "
@@ -234,14 +234,14 @@ class InProcessTransport(Transport):
         pending.tensors[self.rank] = copied.div_(self.size) if message.operation == "mean" else copied
         return CombinedWork(partial(self._wait, pending, message))
 
-    def _wait(self, pending: _Pending, message: Message) -> None:
+    def _wait(self, pending: _Collective, message: Message) -> None:
         # A second wait does nothing, as with real backends: the output may have changed since.
         if self.rank in pending.taken_by:
             return
         try:
             wait_for(pending)
         except (CommunicationError, KeyboardInterrupt):
-            self._room.is_over = True
+            self._shared.is_over = True
             raise
         if len(pending.tensors) < self.size:
             ended = "another member aborted this message; make a new group"
@@ -250,7 +250,7 @@ class InProcessTransport(Transport):
         pending.taken_by.add(self.rank)
         # The last member removes it; until then, others still read from it.
         if len(pending.taken_by) == self.size:
-            del self._room.messages[pending.number]
+            del self._shared.messages[pending.number]
 
 
 def write_result(message: Message, tensors: list[torch.Tensor], rank: int) -> None:

@@ -22,7 +22,7 @@ from thinwire.checks import listed
 from thinwire.comm.agreement import CALL, agree
 from thinwire.comm.collectives import gather_numbers, gather_values
 from thinwire.comm.in_process import InProcessTransport
-from thinwire.comm.process_group import ProcessGroupTransport, made_of
+from thinwire.comm.process_group import ProcessGroupTransport, groups_made_for
 from thinwire.comm.transport import Transport
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.torch_private import num_groups, timeout_of
@@ -125,7 +125,7 @@ def _grouped(
         return None
     # Torch sorts the ranks of a group. With [[0, 3], [2, 1]] as given, rank 1 would have local rank 0 in its
     # machine's group, but average with rank 3, whose local rank is 1.
-    made, key = made_of(transport.group), tuple(tuple(sorted(row)) for row in rows)
+    made, key = groups_made_for(transport.group), tuple(tuple(sorted(row)) for row in rows)
     if mesh is not None and all(list(row) == sorted(row) for row in rows):
         groups = [mesh.get_group(dim) for dim in (1, 0)]
     else:
@@ -191,7 +191,7 @@ def _given(
 # The layout from the launcher's variables.
 
 
-class LocalRank(NamedTuple):
+class LaunchedProcess(NamedTuple):
     """A process's machine, from environment variables; -1 for unknown numbers."""
 
     local_size: int
@@ -200,7 +200,7 @@ class LocalRank(NamedTuple):
     host: int  # a hash of the machine's name; 0 if the machine's number is enough
 
     @classmethod
-    def here(cls) -> LocalRank:
+    def here(cls) -> LaunchedProcess:
         """Read torchrun's variables, and those of a launcher that has started the whole job."""
         job_size, size, rank, machine, host = str(dist.get_world_size()), -1, -1, -1, _hash_of_host()
         for job_variable, size_variable, rank_variable, machine_variable in LAUNCHERS:
@@ -234,13 +234,13 @@ def _hash_of_host() -> int:
 
 def machines_by_launcher(transport: Transport, ranks: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each machine from the launcher's variables; one machine without variables."""
-    here, job_size = LocalRank.here(), dist.get_world_size()
+    here, job_size = LaunchedProcess.here(), dist.get_world_size()
     # This variable is the same on all processes, even if machines differ in size.
     is_flat = _number("GROUP_WORLD_SIZE") in (1, job_size)
     if transport.size < 3 or here.local_size in (-1, job_size) or is_flat:
         return [list(ranks)]
     everyone = {
-        rank: LocalRank(*local)
+        rank: LaunchedProcess(*local)
         for rank, local in zip(ranks, _gather(transport, here, "by the launcher's variables"), strict=True)
     }
     together = defaultdict[tuple[int, int], list[int]](list)
@@ -249,7 +249,7 @@ def machines_by_launcher(transport: Transport, ranks: Sequence[int]) -> list[lis
     return [row for row_ranks in together.values() for row in _checked(row_ranks, everyone)]
 
 
-def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[int]]:
+def _checked(ranks: list[int], everyone: Mapping[int, LaunchedProcess]) -> list[list[int]]:
     """Return the machines of ranks with one host name: several if machines are clones of one image."""
     local = [everyone[rank] for rank in ranks]
     sizes = {rank.local_size for rank in local}
@@ -270,7 +270,7 @@ def _checked(ranks: list[int], everyone: Mapping[int, LocalRank]) -> list[list[i
     )
 
 
-def _filled_in_turn(ranks: Sequence[int], everyone: Mapping[int, LocalRank]) -> list[list[int]]:
+def _filled_in_turn(ranks: Sequence[int], everyone: Mapping[int, LaunchedProcess]) -> list[list[int]]:
     """Return the machines if ranks fill them one after the other with local ranks 0, 1, …; else none."""
     rows: list[list[int]] = []
     for rank in ranks:
@@ -290,7 +290,7 @@ def why_by_itself(transport: Transport, ranks: Sequence[int]) -> str:
 
     Cost: two gathers of up to 32 bytes, for four or more processes without a launcher's variables.
     """
-    if transport.size < 4 or LocalRank.here().local_size != -1:
+    if transport.size < 4 or LaunchedProcess.here().local_size != -1:
         return ""
     rows: dict[int, list[int]] = {}
     own = _hash_of_host()

@@ -45,7 +45,7 @@ GLOO = ("gloo", "torchft-gloo")
 
 # Groups made of a group's processes. Torch does not destroy groups itself, and a handle uses its groups until
 # it is detached, so they are made once and live as long as their parent.
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
+_GROUPS_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 # One per group: Gloo matches by tags that count the group's messages, whichever transport sends them.
 _PEERS: WeakKeyDictionary[Any, PeerExchange] = WeakKeyDictionary()
 
@@ -267,8 +267,7 @@ class ProcessGroupTransport(GroupTransport):
         start = time.perf_counter()
         self.send(message, second, purpose).wait()
         self.receive(message, second, purpose).wait()
-        if message.device.type != "cpu":  # on an accelerator it was only queued so far
-            torch.accelerator.synchronize(message.device)
+        accelerators.wait_for(message.device)  # on an accelerator it was only queued so far
         return (time.perf_counter() - start) / 2
 
 
@@ -322,9 +321,9 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
     return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 
-def made_of(group: dist.ProcessGroup) -> dict[Hashable, Any]:
+def groups_made_for(group: dist.ProcessGroup) -> dict[Hashable, Any]:
     """Return the dictionary of what was made for a group's processes, to add to; keys name the processes."""
-    return _MADE.setdefault(group, {})
+    return _GROUPS_MADE.setdefault(group, {})
 
 
 def processes_of_job(timeout_seconds: float) -> Transport:
@@ -342,7 +341,7 @@ def own_group() -> dist.ProcessGroup:
 
     If the default group is bound to a device, the whole job must call it: torch splits its communicator.
     """
-    made, own = made_of(checked_group(None)), dist.get_rank()
+    made, own = groups_made_for(checked_group(None)), dist.get_rank()
     if own not in made:
         # Without this flag torch checks that every process passes the same ranks. Here each passes its own.
         made[own] = dist.new_group([own], use_local_synchronization=True)
@@ -357,7 +356,7 @@ def control_transport(ranks: Sequence[int]) -> Transport:
     own, for its logs, ranks 0 and 1 would look for each other under different names, and wait forever.
     """
     group, key = checked_group(None), tuple(ranks)
-    made = made_of(group)
+    made = groups_made_for(group)
     if key not in made:
         rank, timeout = ranks.index(dist.get_rank()), timeout_of(group, torch.device("cpu"))
         store = dist.distributed_c10d.PrefixStore(f"thinwire/{key}", default_store())

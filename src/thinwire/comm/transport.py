@@ -44,13 +44,6 @@ class Work(Protocol):
         """Block until the result is available: the host, or on CUDA only the current stream."""
 
 
-class CompletedWork:
-    """A collective that needs no waiting."""
-
-    def wait(self) -> None:
-        return
-
-
 class CombinedWork(NamedTuple):
     """Work made of other work: its `wait` is a function that waits for them, and does more."""
 

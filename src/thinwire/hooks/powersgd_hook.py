@@ -122,7 +122,7 @@ class PowerSGDState(HookState):
         }
         # Keyed by the algorithm's names; torch's names are properties.
         self._settings = translated(settings)
-        self._typed = {ELSEWHERE.get(name, name): name for name in settings}
+        self._names_given = {ELSEWHERE.get(name, name): name for name in settings}
         epsilon, frequency = orthogonalization_epsilon, compression_stats_logging_frequency
         self.orthogonalization_epsilon = number("orthogonalization_epsilon", epsilon, minimum=0)
         self.compression_stats_logging_frequency = whole_count(
@@ -250,7 +250,7 @@ class PowerSGDState(HookState):
         """Average a bucket for a hook."""
         adapter = self._adapter
         if adapter is None:
-            settings = Settings.of(**self._options, typed=self._typed)
+            settings = Settings.of(**self._options, names_given=self._names_given)
             adapter = self._new_adapter(self.algorithm(kind, wire_dtype), settings, bucket)
             if self._loaded is not None:
                 adapter.sync.load_state_dict(self._loaded, strict=self._strict)

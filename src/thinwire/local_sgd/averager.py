@@ -59,7 +59,7 @@ class Averager(AbstractContextManager[Any]):
         self._is_inside = False
         self._loaded: LoadedState | None = None  # until entry
         # `sync` counts the same through this. It is weak: a cycle would delay the freeing of memory.
-        self._engine.reporter.compared = partial(_with_steps, ref(self))
+        self._engine.reporter.adjusted = partial(_with_steps, ref(self))
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")

@@ -48,7 +48,7 @@ class StaticMembership:
     def check_models(self, averaged: Sequence[Averaged], name: str) -> None:
         """Raise on all processes if models differ, or have changed since this was made."""
         engine = self._contributor.engine
-        self._agree({}, lambda: engine.agree(averaged[0].value.device))
+        self._agree({}, lambda: engine.buckets.agree(averaged[0].value.device))
         # The engine's plan is for the parameters that were trained when this was made. Messages of different
         # lengths would crash the process; with equal lengths, different parameters would be averaged.
         changed = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})[:4]

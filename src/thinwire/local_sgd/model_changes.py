@@ -48,7 +48,7 @@ class ModelChanges:
         self.steps = self.steps_here = self.sent_at = 0
         averaged = model.tensors()
         specs = [tensor.spec for tensor in averaged]
-        parts = [Buckets(part).layout for part in fragments_of(averaged, schedule.streaming.fragments)]
+        fragments = [Buckets(part).layout for part in fragments_of(averaged, schedule.streaming.fragments)]
         # The processes of a subgroup have the same changes, so each sends a part of them.
         machines = None
         if isinstance(group, ProcessGroupTransport) and isinstance(subgroup, ProcessGroupTransport):
@@ -56,8 +56,8 @@ class ModelChanges:
         # `on_nonfinite` is about gradients: changes that are not finite always raise.
         for_changes = Settings(health_group=model.replica.inside)
         for_gradients = replace(for_changes, on_nonfinite=schedule.warmup.on_nonfinite)
-        engine = self.engine = Engine(algorithm, group, specs, for_changes, parts=parts, machines=machines)
-        shared: dict[str, Any] = {"clock": engine.clock, "machines": machines}
+        self.engine = Engine(algorithm, group, specs, for_changes, fragments=fragments, machines=machines)
+        shared: dict[str, Any] = {"clock": self.engine.clock, "machines": machines}
         warmup = schedule.warmup.algorithm or EXACT
         self.warmup_engine = Engine(warmup, group, specs, for_gradients, **shared)
         # The residuals of `warmup_engine` are of gradients: no average of parameters may add them.

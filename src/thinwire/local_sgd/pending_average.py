@@ -42,7 +42,7 @@ class PendingAverage(Generic[Part]):
         pairs = (zip(fragment.layout, flats, strict=True) for fragment, flats in changes.items())
         buckets = list(chain(*pairs))
         # Once for all buckets: they depend only on the model, which this compares.
-        engine.agree(buckets[0][1].device)
+        engine.buckets.agree(buckets[0][1].device)
         # If pipelined, starting a bucket may wait for others; a delayed average must not wait for anything.
         self._step = engine.start(buckets, pipelined=not is_delayed)
 

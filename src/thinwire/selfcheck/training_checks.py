@@ -111,7 +111,7 @@ def overflow_leaves_no_trace(context: CheckContext, *, host_check: bool) -> None
     """Check that an infinity on one process becomes NaN on all, which a GradScaler skips, and no more."""
     algorithm = PowerSGD(matrix_rank=2)
     plain = context.engine(algorithm)
-    scaled = {"loss_scale": loss_scale_of(lambda: 1.0), "is_skipped": True}
+    scaled = {"loss_scale": loss_scale_of(lambda: 1.0), "scaler_skips": True}
     hit = context.engine(algorithm, host_check=host_check, **scaled)
     for step in range(STEPS):
         if step == 3:
@@ -145,7 +145,7 @@ def differences_are_refused(context: CheckContext) -> None:
     # One differs from all others, which must raise as well: a process that continued would wait in vain.
     engine = context.engine(PowerSGD(matrix_rank=1 + (context.transport.rank == 0)))
     try:
-        engine.agree(context.device)
+        engine.buckets.agree(context.device)
     except AgreementError:
         return
     context.expect(False, "unlike matrix ranks were not refused")

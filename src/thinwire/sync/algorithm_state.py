@@ -34,7 +34,7 @@ MEAN_BYTES = 64 << 20
 
 
 @dataclass
-class Pending:
+class PendingTensors:
     """Loaded elementwise tensors, each kept until its bucket is opened: only then is its layout known.
 
     A state of all processes applies to each as it is. States that processes saved for themselves are summed
@@ -53,7 +53,7 @@ class AlgorithmState:
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}  # all known parameters, in model order
         self.all_known = bool(self.specs)  # whether all parameters are known from the start
-        self.memory, self.pending = Memory(), Pending()
+        self.memory, self.pending = Memory(), PendingTensors()
         self.unsynced_names: set[str] = set()  # parameters whose local slots have changed since averaged
         self.nonfinite_steps = 0  # as far as the host knows
         # The other ones, counted on the device: to read it, the host must wait.
@@ -75,11 +75,6 @@ class AlgorithmState:
         """Return whether memory has, or will have when buckets are opened, tensors of these slots."""
         return any(self.memory[slot] or self.pending.tensors.get(slot) for slot in slots)
 
-    def count_unseen(self, is_healthy: torch.Tensor) -> None:
-        """Count a step whose health the host does not know."""
-        counted = self.unseen_nonfinite_steps.to(is_healthy.device)
-        self.unseen_nonfinite_steps = counted + ~is_healthy
-
     def remembered(self) -> Callable[[], None]:
         """Copy all that steps change; return a function that restores it, as if later steps never ran."""
         memory = self.memory.copied({label for tensors in self.memory.slots.values() for label in tensors})
@@ -87,7 +82,7 @@ class AlgorithmState:
             slot: {label: tensor.clone() for label, tensor in tensors.items()}
             for slot, tensors in self.pending.tensors.items()
         }
-        others = Pending(pending, self.pending.owner), set(self.unsynced_names)
+        others = PendingTensors(pending, self.pending.owner), set(self.unsynced_names)
         counts = self.nonfinite_steps, self.unseen_nonfinite_steps
         held_ranges = {} if self.partition is None else dict(self.partition.held_ranges)
 
@@ -171,7 +166,7 @@ class AlgorithmState:
     def save(self, algorithm: Algorithm, device: torch.device, purpose: str) -> SavedState:
         """Return the state, the same on every process; residuals in memory become means too. Collective."""
         self._drop_unsaved()
-        if self.unsynced_names:
+        if self.unsynced_names:  # on all processes, or none: they have compared this
             # Only these: averaging again could change the last bits, and memory holds nothing yet for
             # parameters whose bucket was not opened since a load.
             specs = [spec for name, spec in self.specs.items() if name in self.unsynced_names]
@@ -185,7 +180,7 @@ class AlgorithmState:
                 slot: {name: tensor / self.inter_node.size for name, tensor in tensors.items()}
                 for slot, tensors in add_up(local, self.inter_node).items()
             }
-            self.pending = Pending(self.pending.tensors | means)
+            self.pending = PendingTensors(self.pending.tensors | means)
         self.unsynced_names.clear()
         return self._saved(algorithm, self.memory, self.pending.tensors)
 
@@ -238,7 +233,7 @@ class AlgorithmState:
     def load(self, loaded: SavedState) -> None:
         """Load a checked state; if parameters are not known yet, the first step checks the model."""
         is_of_all = loaded.position is None
-        self.memory, self.pending = Memory(loaded.step), Pending({}, "all" if is_of_all else "process")
+        self.memory, self.pending = Memory(loaded.step), PendingTensors({}, "all" if is_of_all else "process")
         for slot, tensors in loaded.slots.items():
             taken = (self.pending.tensors if slot.is_elementwise else self.memory.slots)[slot] = {}
             for label, tensor in tensors.items():
@@ -258,7 +253,7 @@ class AlgorithmState:
     def add_up_pending(self) -> None:
         """Sum the parts that this machine's processes have loaded. Collective inside, once."""
         if self.partition is not None and self.pending.owner == "process":
-            self.pending = Pending(add_up(self.pending.tensors, self.partition.intra_node), "machine")
+            self.pending = PendingTensors(add_up(self.pending.tensors, self.partition.intra_node), "machine")
 
     def take_pending(
         self, specs: Iterable[ParameterSpec], labels: Iterable[str], device: torch.device

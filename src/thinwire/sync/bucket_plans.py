@@ -24,8 +24,8 @@ MAX_IDLE_BUCKETS = 32
 
 EXACT, NO_GRADIENTS = AllReduce(), Bucket((), torch.empty(0, device="cpu"))
 
-Parts: TypeAlias = Sequence[Sequence[Specs]]
-"""The buckets of each part of a model, if its parts are averaged in separate steps."""
+Fragments: TypeAlias = Sequence[Sequence[Specs]]
+"""The buckets of each fragment of a model, if fragments are averaged in separate steps."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class BucketState:
     # While it is in flight.
     flat: torch.Tensor = NO_GRADIENTS.flat
     by_rank: torch.Tensor = NO_GRADIENTS.flat  # on a machine of several processes, ordered by local rank
-    part: Bucket = NO_GRADIENTS  # the part of `flat` that this process averages, once it is sent
+    own_part: Bucket = NO_GRADIENTS  # the part of `flat` that this process averages, once it is sent
 
     def __post_init__(self) -> None:
         self.names = frozenset(spec.name for spec in self.specs)
@@ -63,22 +63,22 @@ class BucketPlans:
         settings: Settings,
         transport: Transport,
         traffic: Traffic,
-        parts: Parts = (),
+        fragments: Fragments = (),
     ) -> None:
         self.state, self.partition, self.inter_node = state, state.partition, state.inter_node
         self.device = torch.device("cpu")  # of the last bucket
         self.settings = self._settings = settings  # resolved for this algorithm and device
         self.has_agreed = False
-        self.specs_of_last: tuple[Specs, ...] = ()  # the last step's buckets; with parts, all buckets
-        self.transport, self._traffic, self._has_parts = transport, traffic, len(parts) > 1
+        self.specs_of_last: tuple[Specs, ...] = ()  # the last step's buckets; with fragments, all buckets
+        self.transport, self._traffic, self._has_fragments = transport, traffic, len(fragments) > 1
         self._buckets: dict[Specs, BucketState] = {}  # the current ones
         self._plans: tuple[BucketPlan, ...] = ()  # see `plans`; () if they must be made again
-        self._take(algorithm)
-        if self._has_parts:
-            self.specs_of_last = tuple(specs for part in parts for specs in part)
+        self._set_algorithm(algorithm)
+        if self._has_fragments:
+            self.specs_of_last = tuple(specs for fragment in fragments for specs in fragment)
             self._plans = tuple(self._plan_part(specs, self.partition) for specs in self.specs_of_last)
 
-    def _take(self, algorithm: Algorithm) -> None:
+    def _set_algorithm(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
             got = no_algorithm(algorithm)
             raise ConfigError(f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {got}")
@@ -93,7 +93,7 @@ class BucketPlans:
 
     def use(self, algorithm: Algorithm) -> None:
         """Switch to a different algorithm, and keep the memory."""
-        self._take(algorithm)
+        self._set_algorithm(algorithm)
         self.close_all()
         if self.specs_of_last:  # before the first step it is unknown what is stale
             self._forget_stale()
@@ -187,7 +187,7 @@ class BucketPlans:
 
     def note(self, used: Sequence[BucketState]) -> None:
         """Record the buckets of a step that has ended, which differ from those of the step before."""
-        if self._has_parts:  # whose buckets are known from the start
+        if self._has_fragments:  # whose buckets are known from the start
             return
         self.specs_of_last = tuple(bucket.specs for bucket in used)
         self._plans = tuple(bucket.plan for bucket in used)
@@ -242,7 +242,7 @@ class BucketPlans:
                 if isinstance(value, tuple):  # pairs: an error then shows only those that differ
                     described |= {f"{name} of {key}": repr(setting) for key, setting in value}
                 else:
-                    described[self.settings.typed.get(name, name)] = repr(value)
+                    described[self.settings.names_given.get(name, name)] = repr(value)
         described |= self.settings.described()
         with full_precision(device):  # as in a step: names may depend on the bits of products
             kernels = {name for bucket in self.model_buckets() for name in self.plan(bucket).kernels(device)}

@@ -14,7 +14,7 @@ from thinwire.comm import Machines, Metered, Transport, Work, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.algorithm_state import AlgorithmState
-from thinwire.sync.bucket_plans import BucketPlans, BucketState, Parts
+from thinwire.sync.bucket_plans import BucketPlans, BucketState, Fragments
 from thinwire.sync.clock import StepClock
 from thinwire.sync.partition import IntraNodePartition, Specs
 from thinwire.sync.precision import full_precision
@@ -45,7 +45,7 @@ class Engine:
         settings: Settings = Settings(),  # noqa: B008 - frozen
         *,
         clock: StepClock | None = None,
-        parts: Parts = (),
+        fragments: Fragments = (),
         machines: Machines | None = None,
     ) -> None:
         # `transport` connects all processes, for agreement and saving, uncounted. `inter_node` connects the
@@ -53,26 +53,26 @@ class Engine:
         self.transport = self.inter_node = transport
         # Which process of this machine averages which part; None if each averages whole buckets with all.
         self.partition: IntraNodePartition | None = None
-        self.machines: tuple[tuple[int, ...], ...] | None = None  # each machine's ranks, if it has several
+        self.machines = machines
         if machines is not None:
             # Processes of a machine average different parts, so they must agree whether all are healthy.
             settings = replace(settings, health_group=machines.intra_node)
-            self.inter_node, self.machines = machines.inter_node, machines.rows
+            self.inter_node = machines.inter_node
             self.partition = IntraNodePartition(machines.intra_node)
         self.clock = StepClock() if clock is None else clock
         self.traffic = self.clock.traffic
         self.metered = Metered(self.inter_node, self.traffic)
         self.wire: Transport = self.metered  # `thinwire.testing` may replace it between steps
         self.state = AlgorithmState(specs, self.inter_node, self.partition)
-        self.buckets = BucketPlans(algorithm, self.state, settings, transport, self.traffic, parts)
+        self.buckets = BucketPlans(algorithm, self.state, settings, transport, self.traffic, fragments)
         self._weights: Weights | None = None
         if settings.weight is not None:
-            intra_node = None if self.partition is None else self.partition.intra_node
+            intra_node = None if machines is None else machines.intra_node
             self._weights = Weights(settings.weight, self.metered, intra_node)
         self.reporter = Reporter(self.buckets, self.clock)
         self.num_dry = 0  # open `dry` contexts
         self.settle: Callable[[], object] = lambda: None  # ends a step whose means are still to be applied
-        self._num_parts = max(1, len(parts))
+        self._num_fragments = max(1, len(fragments))
         # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
 
@@ -97,10 +97,6 @@ class Engine:
         return self.state.steps
 
     # Steps.
-
-    def agree(self, device: torch.device) -> None:
-        """Raise on all processes if they differ. Collective, once after each change."""
-        self.buckets.agree(device)
 
     def open(self, specs: Specs, device: torch.device) -> BucketState:
         """Return an open bucket; keep it while it `is_current`. Collective if it was not open."""
@@ -128,9 +124,9 @@ class Engine:
         memory = self.state.memory
         committed = memory.step + len(self._steps)
         number = committed + self.state.nonfinite_steps
-        if self._num_parts > 1:
-            # An algorithm counts turns over all parts. The slots are shared: all parts see what is written.
-            memory = Memory(committed // self._num_parts, memory.slots)
+        if self._num_fragments > 1:
+            # An algorithm counts turns over all fragments, which share the slots.
+            memory = Memory(committed // self._num_fragments, memory.slots)
         pipelined = pipelined and self.buckets.algorithm.pipelines_buckets
         scheduler = CollectiveScheduler(self.wire, f"step {number}", pipelined=pipelined, in_turn=in_turn)
         step = Step(self.buckets, memory, scheduler, self.clock, self._ended, self._weights)

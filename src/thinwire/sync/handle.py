@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -138,11 +137,16 @@ class GradientSync:
     @property
     def position(self) -> Position:
         """This process's rank and layout, for its own file; see `thinwire.checkpoint.save_local`."""
-        group, partition, machines = self._engine.transport, self._engine.partition, self._engine.machines
-        here = Position(rank=group.rank, world_size=group.size, machines=machines)
-        if partition is None:
-            return here
-        return replace(here, local_rank=partition.intra_node.rank, local_size=partition.intra_node.size)
+        everyone, machines = self._engine.transport, self._engine.machines
+        if machines is None:
+            return Position(rank=everyone.rank, world_size=everyone.size)
+        return Position(
+            rank=everyone.rank,
+            world_size=everyone.size,
+            local_rank=machines.intra_node.rank,
+            local_size=machines.intra_node.size,
+            machines=machines.rows,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a state saved by `state_dict`. Call it on every process with the same state.
@@ -285,9 +289,16 @@ class Synced(Protocol):
         """The handle."""
 
 
+def attached(sync: GradientSync | None, otherwise: str) -> GradientSync:
+    """Return the handle of an object that attaches after its construction; raise if it has not yet."""
+    if sync is None:
+        raise AttachError(otherwise)
+    return sync
+
+
 @runtime_checkable
-class Handle(Protocol):
-    """Counts steps: an engine's `Reporter`, or an adapter that has one but counts different steps."""
+class StepCounter(Protocol):
+    """Counts steps as a user does: an engine's `Reporter`, or a `LocalSGD`, which counts the optimizer's."""
 
     observers: list[Callable[[bool], None]]  # called after every step, with whether it was committed
 
@@ -302,16 +313,9 @@ class Handle(Protocol):
         """Return `stats()` without the figures that must be computed. Cost: none."""
 
 
-def attached(sync: GradientSync | None, otherwise: str) -> GradientSync:
-    """Return the handle of an object that attaches after its construction; raise if it has not yet."""
-    if sync is None:
-        raise AttachError(otherwise)
-    return sync
-
-
 @runtime_checkable
 class Counting(Protocol):
-    """A handle that counts more than steps and messages, such as members that come and go."""
+    """A `StepCounter` with more counts, such as of members that come and go."""
 
     def numbers(self) -> Mapping[str, float]:
         """Return its other counts so far, by name. Cost: none."""
@@ -324,11 +328,11 @@ def engine_of(target: GradientSync | Synced) -> Engine:
     return sync._engine
 
 
-def handle_of(target: object) -> Handle | None:
+def counter_of(target: object) -> StepCounter | None:
     """Return the counter of the steps as the user of `target` counts them; None if it makes none."""
     if isinstance(target, GradientSync):
         return target._engine.reporter
     # `LocalSGD` counts optimizer steps; its engine averages only in some of them.
-    if isinstance(target, Handle) and isinstance(getattr(target, "sync", None), GradientSync):
+    if isinstance(target, StepCounter) and isinstance(getattr(target, "sync", None), GradientSync):
         return target
     return None

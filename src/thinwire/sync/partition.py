@@ -39,17 +39,17 @@ class Partitioner:
 
     def __init__(self, algorithm: Algorithm, num_local_ranks: int, model: Specs) -> None:
         self._indivisible = algorithm.split_granularity
-        self._as_it_lies = isinstance(self._indivisible, int) and not algorithm.remembers
+        self._cuts_buckets = isinstance(self._indivisible, int) and not algorithm.remembers
         self._ranges: dict[str, Ranges] = {}
         self._loads = [0] * num_local_ranks
-        self._buckets = set[int]()  # those given to one local rank as a whole
+        self._buckets = set[Specs]()  # those given to one local rank as a whole
         # Divide the whole model at once if possible, largest parameters first. Buckets are not known yet.
-        if self._indivisible != "bucket" and not self._as_it_lies:
+        if self._indivisible != "bucket" and not self._cuts_buckets:
             self.of(model)
 
     def of(self, specs: Specs) -> list[Ranges]:
         """Return the ranges of each parameter of a bucket, or of the model."""
-        if self._as_it_lies:
+        if self._cuts_buckets:
             return list(self._cut(specs))
         if self._indivisible == "bucket":
             self._keep_together(specs)
@@ -78,10 +78,9 @@ class Partitioner:
     def _keep_together(self, specs: Specs) -> None:
         known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
         owners = {max(range(len(ranges)), key=lambda rank: _length(ranges[rank])) for ranges in known}
-        bucket = hash(tuple(spec.name for spec in specs))
         # DDP has one bucket in its first step, and others later: not all of them may stay with its owner.
-        if len(owners) > 1 or bucket not in self._buckets:
-            self._buckets.add(bucket)
+        if len(owners) > 1 or specs not in self._buckets:
+            self._buckets.add(specs)
             held = [sum(_length(ranges[rank]) for ranges in known) for rank in range(len(self._loads))]
             others = [load - own for load, own in zip(self._loads, held, strict=True)]
             owner = others.index(min(others))
@@ -167,8 +166,8 @@ def _joined(slices: Iterable[slice]) -> list[slice]:
 class IntraNodePartition:
     """Which process of this machine averages, and holds the state of, which part of each parameter."""
 
-    def __init__(self, inside: Transport) -> None:
-        self.intra_node = inside  # the processes of this machine, by local rank
+    def __init__(self, intra_node: Transport) -> None:
+        self.intra_node = intra_node  # the processes of this machine, by local rank
         self.forget()
 
     def divide(self, algorithm: Algorithm, model: Specs) -> None:
@@ -210,6 +209,7 @@ class IntraNodePartition:
             for spec in parts.specs
             if self.held_ranges.get(spec.name, ranges[spec.name]) != ranges[spec.name]
         }
+        # All processes of the machine divide the same buckets in the same order, so all get here, or none.
         if moved:
             self._move(moved, ranges, memory, device)
         self.held_ranges |= ranges

@@ -25,8 +25,8 @@ class Reporter:
 
     def __init__(self, buckets: BucketPlans, clock: StepClock) -> None:
         self.observers: list[Callable[[bool], None]] = []  # called after every step: was it committed?
-        # Adds the steps between averagings to the counts, for models that are averaged every few steps.
-        self.compared: Callable[[Stats], Stats] = lambda stats: stats
+        # A `LocalSGD` counts the optimizer's steps, also those between averagings.
+        self.adjusted: Callable[[Stats], Stats] = lambda stats: stats
         self._buckets, self._state, self._clock = buckets, buckets.state, clock
         self.gradient_bytes = 0  # of all steps, without compression
         self._has_warned = False
@@ -101,7 +101,7 @@ class Reporter:
         """Log once what happens to a step that is not finite; for adapters whose user applies the means."""
         settings = self._buckets.settings
         # A scaler raises its scale until steps are not finite, and skips them.
-        if self._has_warned or settings.is_skipped:
+        if self._has_warned or settings.scaler_skips:
             return
         self._has_warned = True
         became, then = "zeros", "stats().nonfinite_steps counts such steps"
@@ -147,7 +147,7 @@ class Reporter:
             arithmetic_seconds=self._clock.arithmetic_seconds,
             exposed_seconds=self._clock.exposed_seconds,
         )
-        return self.compared(counts)
+        return self.adjusted(counts)
 
     def keep_errors(self) -> None:
         """Keep the errors of the last step until the next one, before residuals are averaged."""

@@ -54,7 +54,7 @@ class Task:
         self.requests = requests
         # The request at which it is suspended; None at its end.
         self.request: Request | tuple[CollectiveRequest, ...] | None = None
-        self.gate: Commit | None = None  # its commit, once reached
+        self.commit: Commit | None = None  # once reached
         self.is_committed = False  # whether it has passed its commit
         # Requests of one tuple are sent together or, if `in_turn`, one after the other.
         self._in_turn = in_turn
@@ -89,10 +89,10 @@ class Task:
         if self._in_turn and isinstance(self.request, tuple):
             self.request, *self._left = self.request
         if isinstance(self.request, Commit):
-            self.gate = self.request
-            if not isinstance(self.gate.is_healthy, AllFinite) and not callable(self.gate.is_healthy):
+            self.commit = self.request
+            if not isinstance(self.commit.is_healthy, AllFinite) and not callable(self.commit.is_healthy):
                 raise ConfigError(
-                    f"Commit takes a function, got {type(self.gate.is_healthy).__name__}; write "
+                    f"Commit takes a function, got {type(self.commit.is_healthy).__name__}; write "
                     "Commit(lambda: all_finite(mean))"
                 )
 
@@ -116,7 +116,7 @@ class CollectiveScheduler:
         self._closing: Task | None = None  # the one more, from `close_with`
         self._transport, self._is_pipelined, self._in_turn = transport, pipelined, in_turn
         self._rounds: list[Round] = []  # in flight
-        self._means: dict[Task, Round] = {}  # those that `take` waits for
+        self._means: dict[Task, Round] = {}  # those of them that `take` waits for
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
@@ -124,12 +124,10 @@ class CollectiveScheduler:
         """Run a bucket to its first message and send it, while the backward pass continues."""
         with profiler_range(f"thinwire: round 1 of {bucket}"):
             task = Task(requests, bucket, in_turn=self._in_turn)
+            self.tasks.append(task)
             # Only this bucket: waiting for the others would delay its message until after the backward pass.
             _compute_jointly([task])
-            purpose = f"{self.name}, round 1 of the bucket of {bucket}"
-            self._rounds.append(Round([task], self._transport, purpose))
-        # Added only after sending: if that fails, nothing of the bucket is in flight.
-        self.tasks.append(task)
+            self._send([task], f"round 1 of the bucket of {bucket}")
         if self._is_pipelined and rounds > 1:
             # Wait for everything up to the first message of the last bucket but one. What was sent after it
             # keeps the link busy meanwhile, for longer than members differ in time. Decide by what was
@@ -138,6 +136,15 @@ class CollectiveScheduler:
             while previous in self._rounds:
                 self._advance_first()
 
+    def _send(self, tasks: Sequence[Task], which: str) -> Round:
+        """Send what tasks request."""
+        sent = Round(tasks, self._transport.size, f"{self.name}, {which}")
+        # First: if its second message is refused, `drain` must wait for its first one.
+        self._rounds.append(sent)
+        for message, _ in sent.packed:
+            sent.works.append(self._transport.start(message))
+        return sent
+
     def _advance_first(self) -> bool:
         """Wait for the round that was sent first, and send only its buckets' next requests."""
         if self._rounds:
@@ -145,19 +152,9 @@ class CollectiveScheduler:
             bucket = first.tasks[0].bucket
             with profiler_range(f"thinwire: next round of {bucket}"):
                 waiting = self._receive([first], first.tasks, bucket)
-                del self._rounds[0]
                 if waiting:
-                    purpose = f"{self.name}, a later round of the bucket of {bucket}"
-                    self._rounds.append(Round(waiting, self._transport, purpose))
+                    self._send(waiting, f"a later round of the bucket of {bucket}")
         return bool(self._rounds)
-
-    def advance_next(self) -> bool:
-        """Advance all buckets; if they are pipelined, only the one whose message was sent first.
-
-        While that one is decoded, the next message is in flight. Returns whether any round is in flight.
-        """
-        # The step's closing message is sent with the second ones of all buckets.
-        return self._advance_first() if self._is_pipelined and self._closing is None else self.advance()
 
     def close_with(self, requests: Requests) -> None:
         """Add requests of no bucket: the first is sent with the buckets' second; commit them last."""
@@ -165,35 +162,39 @@ class CollectiveScheduler:
         self.tasks.append(self._closing)
 
     def advance(self) -> bool:
-        """Wait for the round in flight and send the next one, all buckets together; see `Step.advance`."""
+        """Wait for the round in flight and send the next one, all buckets together; see `Step.advance`.
+
+        If buckets are pipelined, only of the one whose message was sent first: while it is decoded, the
+        messages of others are in flight.
+        """
+        # The step's closing message is sent with the second ones of all buckets.
+        if self._is_pipelined and self._closing is None:
+            return self._advance_first()
         with profiler_range(f"thinwire: round {self._number + 1}"):
             # Receive all before sending anything, so that the next messages of all buckets are sent as one.
-            waiting = self._receive(self._rounds, self.tasks, f"round {self._number}")
-            self._rounds, self._previous = [], None
+            waiting = self._receive(tuple(self._rounds), self.tasks, f"round {self._number}")
             self._number += 1
             if self._closing is not None and isinstance(self._closing.request, Mean):
                 # In the dtype of the other messages: a separate message would add a latency.
                 types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
                 self._closing.request = Mean(self._closing.request.tensor.to(types[0]))
             if waiting:
-                purpose = f"{self.name}, round {self._number} of all buckets"
-                self._rounds.append(Round(waiting, self._transport, purpose))
+                self._send(waiting, f"round {self._number} of all buckets")
         return bool(waiting)
 
     # For means that are applied bucket by bucket, during the next forward pass.
 
     def collect(self, tasks: Sequence[Task]) -> None:
         """Wait for these buckets' first messages; they run to their next requests, which are not sent yet."""
-        for round_ in [round_ for round_ in self._rounds if round_.tasks[0] in tasks]:
-            self._receive([round_], round_.tasks, round_.tasks[0].bucket)
-            self._rounds.remove(round_)
+        for sent in tuple(self._rounds):
+            if sent.tasks[0] in tasks and sent not in self._means.values():
+                self._receive([sent], sent.tasks, sent.tasks[0].bucket)
 
     def send_means(self, tasks: Sequence[Task]) -> None:
         """Send these buckets' second messages, unless they were sent, without waiting."""
         for task in tasks:
             if task not in self._means and not isinstance(task.request, Commit):
-                purpose = f"{self.name}, the mean of the bucket of {task.bucket}"
-                self._means[task] = Round([task], self._transport, purpose)
+                self._means[task] = self._send([task], f"the mean of the bucket of {task.bucket}")
 
     def take(self, task: Task) -> None:
         """Wait for the mean of one bucket, and commit that bucket."""
@@ -206,11 +207,12 @@ class CollectiveScheduler:
     def _receive(self, rounds: Sequence[Round], tasks: Sequence[Task], what: str) -> list[Task]:
         """Wait for rounds, and answer tasks; return those that are then suspended at a message."""
         with profiler_range(f"thinwire: wait for {what}"):
-            for round_ in rounds:
-                for work in round_.works:
+            for sent in rounds:
+                for work in sent.works:
                     work.wait()
-        for round_ in rounds:
-            round_.answer()
+        for sent in rounds:
+            sent.answer()
+            self._rounds.remove(sent)
         _compute_jointly(tasks)
         waiting = []
         for task in tasks:
@@ -228,12 +230,12 @@ class CollectiveScheduler:
         """Return whether all received values may be used, as a tensor of one bool; not read back."""
         received, answers = list[torch.Tensor](), list[torch.Tensor]()
         for task in self.tasks:
-            if task.gate is None:
+            if task.commit is None:
                 continue
-            if isinstance(task.gate.is_healthy, AllFinite):
-                received += task.gate.is_healthy.tensors
+            if isinstance(task.commit.is_healthy, AllFinite):
+                received += task.commit.is_healthy.tensors
             else:
-                answers.append(_one_bool(task.gate.is_healthy()))
+                answers.append(_one_bool(task.commit.is_healthy()))
         # Check all buckets together: on an accelerator, launches are the cost.
         if received:
             answers.insert(0, all_finite(*received))
@@ -268,8 +270,8 @@ class CollectiveScheduler:
     def drain(self) -> None:
         """Wait for messages that were in flight at `close`; whether they fail no longer matters."""
         # Until then the backend may write to the messages, which may be the gradients' own memory.
-        for round_ in (*self._rounds, *self._means.values()):
-            for work in round_.works:
+        for sent in self._rounds:
+            for work in sent.works:
                 with suppress(CommunicationError):
                     work.wait()
         self._rounds, self._means = [], {}
@@ -321,10 +323,10 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
 class Round:
     """Some tasks' messages, sent together; tasks are answered when all have arrived."""
 
-    def __init__(self, tasks: Sequence[Task], transport: Transport, purpose: str) -> None:
+    def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.works = tasks, list[Work]()
         # Requests of one collective, dtype and device are one message, side by side in its last dimension.
-        self._sent: list[tuple[Message, list[CollectiveRequest]]] = []
+        self.packed: list[tuple[Message, list[CollectiveRequest]]] = []
         self._asking: list[Task] = []  # tasks at a commit are left out: they may end before this is answered
         kinds = defaultdict[str, list[CollectiveRequest]](list)
         for task in tasks:
@@ -332,7 +334,7 @@ class Round:
                 continue
             self._asking.append(task)
             for request in task.request if isinstance(task.request, tuple) else (task.request,):
-                sent = _checked(request, transport.size, task.requests)
+                sent = _checked(request, num_members, task.requests)
                 kinds[f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"].append(sent)
         # Backends match collectives only by their order, and wait forever if it differs. Sorted, the order
         # depends on the requests, not on which bucket made one first.
@@ -348,19 +350,16 @@ class Round:
                 tensors = [request.tensor for request in requests]
                 flat = first.tensor.contiguous() if is_alone else torch.cat(tensors, dim=-1)
                 if isinstance(first, AllGather):
-                    gathered = flat.new_empty(transport.size, len(flat))
+                    gathered = flat.new_empty(num_members, len(flat))
                     message = Message("all_gather", flat, gathered, purpose)
                 else:
                     message = Message("all_to_all", flat, torch.empty_like(flat), purpose)
-            self._sent.append((message, requests))
-        # After all are packed: what is in flight can't be taken back.
-        for message, _ in self._sent:
-            self.works.append(transport.start(message))
+            self.packed.append((message, requests))
 
     def answer(self) -> None:
         """Answer its tasks."""
         answers: dict[int, torch.Tensor] = {}  # by the request's id
-        for message, requests in self._sent:
+        for message, requests in self.packed:
             parts: Sequence[torch.Tensor] = [message.output]
             if len(requests) > 1:
                 widths = [request.tensor.shape[-1] for request in requests]
@@ -373,7 +372,7 @@ class Round:
             else:
                 task.answer(answers[id(task.request)])
         # A message keeps its buffers alive, and a Gloo work its group's threads.
-        self._sent, self.works = [], []
+        self.packed, self.works = [], []
 
 
 def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRequest:

@@ -93,14 +93,15 @@ class Settings:
     """The settings of a sync's steps."""
 
     loss_scale: LossScale | None = None
-    is_skipped: bool = False  # whether a `GradScaler` skips steps that are not finite
+    scaler_skips: bool = False  # whether a `GradScaler` skips steps that are not finite
     may_be_unused: bool = False
     host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
     health_group: Transport | None = None  # a model's shards, if several: all agree if a step is healthy
-    typed: Mapping[str, str] = field(default_factory=dict)
+    # The names by which the user gave the algorithm's settings, by ours: errors show them.
+    names_given: Mapping[str, str] = field(default_factory=dict)
     weight: Weight | None = None  # None: all processes count the same
-    others: Mapping[str, str] = field(default_factory=dict)  # an adapter's own, to be compared, by subject
+    of_adapter: Mapping[str, str] = field(default_factory=dict)  # the adapter's own, by subject
 
     def __post_init__(self) -> None:
         if self.host_check not in ("auto", True, False):
@@ -132,7 +133,7 @@ class Settings:
         grad_scaler: object = None,
         host_check: HostCheck = "auto",
         on_nonfinite: OnNonfinite = "nan",
-        typed: Mapping[str, str] | None = None,
+        names_given: Mapping[str, str] | None = None,
         weight: object = None,
     ) -> Settings:
         """Return the settings from the user's arguments of an adapter; see `attach`."""
@@ -142,7 +143,7 @@ class Settings:
             _is_enabled(grad_scaler),
             host_check=host_check,
             on_nonfinite=on_nonfinite,
-            typed=typed or {},
+            names_given=names_given or {},
             weight=checked_weight(weight),
         )
 
@@ -153,7 +154,7 @@ class Settings:
             "find_unused_parameters": str(self.may_be_unused),
             "host_check": str(self.host_check),
             "on_nonfinite": self.on_nonfinite,
-            **self.others,
+            **self.of_adapter,
         }
         if self.loss_scale is not None:
             described["grad_scaler"] = "set"

@@ -195,6 +195,7 @@ def _check_slot(
     check_finite(slot.name, tensors)
 
 
+@damage_named()
 def position_of(state: Mapping[str, Any]) -> Position | None:
     """Return the position of the process that saved a state for itself; None for a state of all."""
     layout = updated(state).get("layout")

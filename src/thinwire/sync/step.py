@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
 from thinwire.algorithms import Bucket, Memory
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.error_feedback import ERROR, residuals_restored
 from thinwire.comm import Transport, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
@@ -50,7 +50,7 @@ class Step:
         self._unsent: list[BucketState] = []
         # Buckets that the machine reduces now, if it has several processes; then this rank's part is sent.
         self._reducing: list[tuple[BucketState, Work]] = []
-        self._has_all = False
+        self._are_all_sent = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # the loss scale
         self._weights = weights  # None if all processes count the same
         self._share: Share | None = None  # this process's share
@@ -128,7 +128,8 @@ class Step:
         if self._intra_node is None or bucket.parts is None:
             self._send_part(bucket, bucket.flat)
             return
-        # The machine reduces it first. The bucket before has mostly arrived by now, and is sent.
+        # The machine reduces it first. The bucket before has mostly arrived by now, and is sent: not when it
+        # arrives, or rank 0 could send it before this reduction, and rank 1 after it.
         bucket.by_rank = bucket.parts.by_rank(bucket.flat)
         purpose = f"{self._name}, the mean inside the machine of the bucket of {bucket.specs[0].name}"
         work = self._intra_node.scatter_mean(bucket.by_rank, bucket.parts.lengths, purpose)
@@ -155,8 +156,8 @@ class Step:
             if flat.device not in self._scales:
                 self._scales[flat.device] = loss_scale(flat.device).reshape(())
             scale = self._scales[flat.device]
-        bucket.part = Bucket(bucket.plan.specs, flat, scale, self._plans.inter_node.rank)
-        requests = bucket.plan.run(bucket.part, self._memory)
+        bucket.own_part = Bucket(bucket.plan.specs, flat, scale, self._plans.inter_node.rank)
+        requests = bucket.plan.run(bucket.own_part, self._memory)
         self._scheduler.start(requests, bucket.specs[0].name, rounds=bucket.plan.rounds)
 
     # Round by round.
@@ -179,7 +180,7 @@ class Step:
         # The last gradients were ready when their bucket was started; all time since then is exposed.
         with self._working(are_ready=False):
             try:
-                if not self._has_all:
+                if not self._are_all_sent:
                     self._send_rest()
                 yield
             except BaseException:
@@ -188,7 +189,7 @@ class Step:
 
     def _send_rest(self) -> None:
         """Send all buckets that waited until all were started."""
-        self._has_all = True
+        self._are_all_sent = True
         if not self._buckets:
             raise StepError("finish() was called without start(): there are no gradients to average")
         waiting, self._unsent = self._unsent, []
@@ -207,15 +208,16 @@ class Step:
             self._send_reduced(num_left=0)
         if self._unused is not None:
             # One message for all buckets, sent with their second.
-            parts = [bucket.part for bucket in self._buckets]
-            requests = self._unused.run(self._memory, parts, self._intra_node, self._name)
+            parts = [bucket.own_part for bucket in self._buckets]
+            requests = self._unused.run(parts, self._intra_node, self._name)
             self._scheduler.close_with(requests)
 
-    def finish(self) -> bool:
+    def finish(self, unused: Collection[str] = ()) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as known.
 
         It is not committed if a mean is not finite: memory is as it was, and all gradients are NaN, so that
-        a `GradScaler` skips the step, or zeros (`on_nonfinite`).
+        a `GradScaler` skips the step, or zeros (`on_nonfinite`). The residuals of `unused` parameters stay as
+        they were, since the caller does not apply their means.
         """
         with self._all_sent():
             on_cpu, is_under_way = self._plans.device.type == "cpu", True
@@ -224,8 +226,10 @@ class Step:
                 # `advance`: a caller that drops the step then may need its gradients.
                 if on_cpu:
                     self._scheduler.commit_early()
-                is_under_way = self._scheduler.advance_next()
-            with profiler_range("thinwire: commit"):
+                is_under_way = self._scheduler.advance()
+            names = unused if self._unused is None else self._unused.names
+            restored = residuals_restored(self._memory, names) if names else nullcontext()
+            with profiler_range("thinwire: commit"), restored:
                 committed = self._commit()
             if self._intra_node is not None:
                 self._gather(self._intra_node)
@@ -244,12 +248,12 @@ class Step:
         for bucket in self._buckets:
             assert bucket.parts is not None
             purpose = f"{self._name}, the means of the bucket of {bucket.specs[0].name}"
-            gathers.append(intra_node.gather_parts(bucket.by_rank, bucket.parts.lengths, purpose))
-        for bucket, work in zip(self._buckets, gathers, strict=True):
+            work = intra_node.gather_parts(bucket.by_rank, bucket.parts.lengths, purpose)
+            gathers.append((bucket, bucket.parts, work))
+        for bucket, parts, work in gathers:
             with self._traffic.waiting():
                 work.wait()
-            assert bucket.parts is not None
-            bucket.parts.write(bucket.flat, bucket.by_rank)
+            parts.write(bucket.flat, bucket.by_rank)
         # Count bytes as planned: no process knows what the others of the machine have sent.
         is_warm = self._memory.step >= self._plans.algorithm.warmup_steps
         planned_bytes = sum(bucket.machine_bytes for bucket in self._buckets)
@@ -318,12 +322,13 @@ class Step:
             self._write()
             return True
         is_healthy, remembers = self._is_healthy()
-        parts = [bucket.part for bucket in self._buckets]
+        parts = [bucket.own_part for bucket in self._buckets]
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
-            state.count_unseen(is_healthy)
-            device, gates = is_healthy.device, [task.gate for task in self._scheduler.tasks]
-            is_on_device = all(gate is not None and gate.commits_on_device for gate in gates)
+            unseen = state.unseen_nonfinite_steps.to(is_healthy.device)
+            state.unseen_nonfinite_steps = unseen + ~is_healthy
+            device, commits = is_healthy.device, [task.commit for task in self._scheduler.tasks]
+            is_on_device = all(commit is not None and commit.commits_on_device for commit in commits)
             is_on_device &= all(part.flat.device == device for part in parts)
             # On the CPU, reading the answer costs no wait.
             if is_on_device and accelerators.is_accelerator(device):
@@ -350,7 +355,7 @@ class Step:
             self._state.torn = self._state.torn or self._name
         tasks, num_buckets = self._scheduler.tasks, len(self._buckets)
         self._scheduler.commit(tasks[:num_buckets], is_healthy)
-        # Last, since it restores residuals that the buckets have just written.
+        # Last, since it zeroes gradients that the buckets have just written.
         self._scheduler.commit(tasks[num_buckets:])
 
     def _is_healthy(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -360,14 +365,18 @@ class Step:
         if (group := self._intra_node) is None:
             # Shards have received different messages, so they must agree.
             shards = self._plans.settings.health_group
-            return is_healthy if shards is None else true_for_all(is_healthy, shards, purpose), None
+            if shards is None:
+                return is_healthy, None
+            with self._traffic.waiting():
+                return true_for_all(is_healthy, shards, purpose), None
         # So must local ranks, which have averaged different parts.
         remembers, device = self._state.has(self._plans.algorithm.slots), group.data_device
         counts = accelerators.to_device_async(
             device, torch.tensor([0.0, remembers], dtype=torch.float64, device="cpu")
         )
         counts[0] = ~is_healthy.to(device)
-        group.all_reduce(counts, purpose).wait()
+        with self._traffic.waiting():
+            group.all_reduce(counts, purpose).wait()
         return counts[0] == 0, counts[1] > 0
 
     # Its end.
@@ -378,7 +387,7 @@ class Step:
         # group's timeout. The next step waits (`drain`).
         self._scheduler.close()
         for bucket in self._buckets:
-            bucket.is_in_flight, bucket.part = False, NO_GRADIENTS
+            bucket.is_in_flight, bucket.own_part = False, NO_GRADIENTS
             bucket.flat = bucket.by_rank = NO_GRADIENTS.flat
         self._buckets, self.is_open = [], False
 

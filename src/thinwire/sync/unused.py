@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
-from thinwire.algorithms.error_feedback import residuals_restored
+from thinwire.algorithms import Bucket, Commit, Mean, Requests
 from thinwire.comm import Transport
 from thinwire.sync.partition import Specs
 from thinwire.tensors import accelerators
@@ -36,10 +35,8 @@ class UnusedParameters:
             flags = torch.tensor(used, dtype=torch.float32, device="cpu")
             self._flags[bucket.specs] = accelerators.to_device_async(bucket.flat.device, flags)
 
-    def run(
-        self, memory: Memory, buckets: Sequence[Bucket], intra_node: Transport | None, step: str
-    ) -> Requests:
-        """Find the parameters that no process used, in one round; their residuals stay as they were."""
+    def run(self, buckets: Sequence[Bucket], intra_node: Transport | None, step: str) -> Requests:
+        """Find the parameters that no process used, in one round; `Step.finish` restores their residuals."""
         names = [spec.name for specs in self._flags for spec in specs]
         flags = list(self._flags.values())
         used = torch.cat([flag.to(flags[0].device) for flag in flags])
@@ -48,8 +45,7 @@ class UnusedParameters:
         # The mean of the flags, not the maximum: a mean can join a message that is sent anyway.
         used = yield Mean(used)
         self.names = {name for name, share in zip(names, used.tolist(), strict=True) if share == 0}
-        with residuals_restored(memory, self.names):
-            yield Commit(lambda: torch.tensor(True, device="cpu"))
+        yield Commit(lambda: torch.tensor(True, device="cpu"))
         for bucket in buckets:
             for spec, gradient in zip(bucket.specs, bucket.gradients, strict=True):
                 if spec.name in self.names:

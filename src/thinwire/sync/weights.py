@@ -22,7 +22,7 @@ def number_of(weight: object) -> float:
     try:
         # Exclude strings and bools, which float() accepts.
         number = math.nan if isinstance(weight, str | bool) else float(weight)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return math.nan
     return number if 0 <= number < math.inf else math.nan
 

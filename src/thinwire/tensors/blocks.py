@@ -75,7 +75,7 @@ class Blocks:
         return DeviceCopies(lengths)
 
     @cached_property
-    def firsts(self) -> DeviceCopies:
+    def offsets(self) -> DeviceCopies:
         """The start of each block in the flat tensors, int64."""
         # After a tensor with a short last block, blocks start earlier by the missing elements.
         offsets = accumulate(self.numels, initial=0)

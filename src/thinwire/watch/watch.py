@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.checks import whole_count
 from thinwire.errors import ConfigError
 from thinwire.plan import Route
-from thinwire.sync import GradientSync, Synced, engine_of, handle_of
+from thinwire.sync import GradientSync, Synced, counter_of, engine_of
 from thinwire.sync.handle import Counting
 from thinwire.sync.stats import Stats
 from thinwire.version import __version__
@@ -63,14 +63,14 @@ class Watch:
         every_steps: int = 1,
         norms_every_steps: int = 20,
     ) -> None:
-        handle = handle_of(sync)
-        if handle is None:
+        counter = counter_of(sync)
+        if counter is None:
             got = type(sync).__name__
             raise ConfigError(f"Watch needs what attach() returned, or the sync of an adapter, got {got}")
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)
-        # The handle counts steps as its user does: a LocalSGD counts the optimizer's.
-        self._engine, self._watched = engine_of(sync), handle
+        # It counts steps as its user does: a LocalSGD counts the optimizer's.
+        self._engine, self._watched = engine_of(sync), counter
         if isinstance(writer, str | os.PathLike):
             # After the other checks, so that a refused watch leaves no file behind.
             writer = JSONLWriter(writer)
@@ -85,15 +85,15 @@ class Watch:
         self._routes: dict[str, Route] = {}  # last written, by label
         self._start = self._last_end = time.perf_counter()
         # Subtract the counts so far: a watch may begin in the middle of training.
-        self._last = handle.counts()
+        self._last = counter.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
         values = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
         values |= {"processes": transport.size, "process_rank": transport.rank}
         # A writer's error is a warning in training, but raises now, while the user can still fix it.
-        writer.write("run", handle.steps, values | {"machines": self._engine.inter_node.size})
+        writer.write("run", counter.steps, values | {"machines": self._engine.inter_node.size})
         # Last: if the writer raises, no watch must stay registered.
-        handle.observers.append(self._after_step)
+        counter.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
         return self

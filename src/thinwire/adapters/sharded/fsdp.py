@@ -20,7 +20,6 @@ from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averag
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, sharded_like
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.error_feedback import residuals_restored
 from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_values
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
@@ -86,14 +85,14 @@ def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list
     piece_of = {piece.name: piece for piece in pieces}
     # The parameters of one fully_shard are a bucket: replicas with different ones would send different
     # messages. In reverse order, so that the first name of each bucket stays.
-    first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
+    first_of = {piece.group: piece.name for piece in reversed(pieces)}
     for name, tensor in tensors.items():
         local, piece = local_tensor(tensor), piece_of.get(name)
         shapes = f"of shape {tuple(tensor.shape)} ({tuple(local.shape)} here, "
         described[name] = f"{shapes}cut along {piece and piece.dim}), {local.dtype}"
         if piece is not None:
             trained = ", trained" if piece.parameter.requires_grad else ""
-            described[name] += f"{trained}, held with {first_of[piece.bucket]}"
+            described[name] += f"{trained}, held with {first_of[piece.group]}"
     return described
 
 
@@ -202,7 +201,7 @@ class FSDPAdapter:
                 f"and abandon()), or a part is {REENTRANT}, and restart"
             )
         # FSDP2 takes no more modules after its first pass.
-        if not self._has_order and not sharded.is_all_of(model):
+        if not self._has_order and len(torch_private.fsdp_states(model)) != len(sharded.states):
             raise StepError(
                 "fully_shard was called again after attach; call fully_shard on all parts, then attach"
             )
@@ -266,7 +265,7 @@ class FSDPAdapter:
         self._arrived.add(id(parameter))
         # A module that is called several times gets its gradients in parts. In the first pass all parts
         # count, since only that pass shows which one is the last.
-        if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].bucket):
+        if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].group):
             return
         bucket.num_arrived += 1
         if bucket.num_arrived % len(bucket.pieces) == 0:
@@ -314,13 +313,12 @@ class FSDPAdapter:
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
                 flags_work, unused = self._find_unused()
-                step, memory = cast(Step, self._step), engine.state.memory
-                with residuals_restored(memory, unused):
-                    # Wait for the flags before the commit, since no message may fail after memory is written;
-                    # and after the first round, which was sent before them.
-                    step.advance()
-                    flags_work.wait()
-                    committed = step.finish()
+                step = cast(Step, self._step)
+                # Wait for the flags before the commit, since no message may fail after memory is written; and
+                # after the first round, which was sent before them.
+                step.advance()
+                flags_work.wait()
+                committed = step.finish(unused)
                 self._write_gradients(unused)
                 if not self._has_order:
                     self._learn_order()
@@ -395,7 +393,7 @@ class FSDPAdapter:
             self.shards,
             f"step {engine.steps}",
             {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
-            lambda: engine.agree(self._buckets[0].device),
+            lambda: engine.buckets.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
             bucket.state = engine.open(bucket.state.specs, bucket.device)
@@ -423,7 +421,7 @@ def _buckets_of(pieces: Iterable[Piece], engine: Engine) -> list[_Bucket]:
     for piece in pieces:
         if piece.parameter.requires_grad:
             local = local_tensor(piece.parameter)
-            grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
+            grouped.setdefault((piece.group, local.device, local.dtype), []).append(piece)
     return [
         _Bucket(group, device, engine.buckets.bucket(tuple(specs_of(group))))
         for (_, device, _), group in reversed(grouped.items())

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     parameter: torch.nn.Parameter  # FSDP's
     shape: tuple[int, ...]  # of the whole parameter
     dim: int | None  # along which it is cut; None if this process has all of it
-    bucket: int  # parameters with the same number become ready together
+    group: int  # FSDP's, whose parameters become ready together
 
     @property
     def spec(self) -> ParameterSpec:
@@ -70,10 +70,6 @@ class ShardedModel(torch_private.FSDPModel):
         self.is_replicated = all(shards is None for shards, _ in dims)
         self.is_native = any(None not in both for both in dims)
         self.is_averaged_by_torch = self.is_replicated or self.is_native
-
-    def is_all_of(self, model: torch.nn.Module) -> bool:
-        """Return whether no other part of a model has been sharded since."""
-        return len(torch_private.fsdp_states(model)) == len(self.states)
 
     @property
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -145,22 +141,21 @@ def reshard(model: torch.nn.Module) -> None:
 def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     """Reshard a model; return this process's piece of each parameter: frozen ones too, tied ones once."""
     reshard(model)
-    # Gradients that FSDP2 reduces together become ready together.
-    buckets = range(len(sharded.groups))
-    bucket_of = {id(shard): bucket for bucket in buckets for _, shard in sharded.parameters_of(bucket)}
+    groups = range(len(sharded.groups))
+    group_of = {id(shard): group for group in groups for _, shard in sharded.parameters_of(group)}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_tensor(tensor).is_meta:
             words = "is on the meta device and has no values yet; initialise or load the model, then attach"
             raise AttachError(f"{plain_name(name)} {words}")
     return [
-        _piece_of(plain_name(name), parameter, bucket_of.get(id(parameter)), 1 + sharded.is_native)
+        _piece_of(plain_name(name), parameter, group_of.get(id(parameter)), 1 + sharded.is_native)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad or id(parameter) in bucket_of
+        if parameter.requires_grad or id(parameter) in group_of
     ]
 
 
-def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
-    if bucket is None:
+def _piece_of(name: str, parameter: torch.nn.Parameter, group: int | None, mesh_dims: int) -> Piece:
+    if group is None:
         remedy = "call fully_shard on the whole model after its parts, without ignored_params, or freeze it"
         if isinstance(parameter, DTensor):  # for example experts
             remedy = f"pass it to fully_shard instead of sharding it yourself, {DIVIDED}"
@@ -174,7 +169,7 @@ def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh
         raise AttachError(f"{name} is on a mesh of several dimensions {parameter.placements}, {words}")
     if parameter.is_complex():
         raise AttachError(f"{name} is complex, but a sharded model must have real parameters")
-    return Piece(name, parameter, tuple(parameter.shape), dims[0] if dims else None, bucket)
+    return Piece(name, parameter, tuple(parameter.shape), dims[0] if dims else None, group)
 
 
 def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

@@ -57,6 +57,7 @@ class LowRank(Algorithm):
     always_shown = ("matrix_rank",)  # it mostly determines the bytes
     names_elsewhere = ELSEWHERE
 
+    alternating = False  # `PowerSGD` has it as a setting
     matrix_rank: int
     min_compression_ratio: float = 2
     warmup_steps: int = 0

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.algorithms.base import Memory, Slot
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
-from thinwire.algorithms.requests import Jointly, Mean, Round
+from thinwire.algorithms.requests import Jointly, Mean, RunPart
 from thinwire.kernels.backend import Kernels
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows, widened
 from thinwire.tensors import accelerators
@@ -91,13 +91,15 @@ class BucketMatrices:
     wide: torch.dtype | None  # gradients are copied to it if the kernels don't take their dtype
     loss_scale: torch.Tensor | None = None  # this step's
 
-    def products(self, Q: Sequence[torch.Tensor], role: str, *, add_error: bool) -> Round[list[torch.Tensor]]:
+    def products(
+        self, Q: Sequence[torch.Tensor], role: str, *, add_error: bool
+    ) -> RunPart[list[torch.Tensor]]:
         """Multiply: M Q. All factors are stored transposed, so this is (M Q)ᵀ, (matrices, r, rows)."""
         return self._multiply(self.kernels.products, 0, Q, role, add_error)
 
     def projections(
         self, P: Sequence[torch.Tensor], role: str, *, add_error: bool = False
-    ) -> Round[list[torch.Tensor]]:
+    ) -> RunPart[list[torch.Tensor]]:
         """Multiply: Mᵀ P. Stored transposed: (matrices, r, columns)."""
         return self._multiply(self.kernels.projections, 1, P, role, add_error)
 
@@ -108,7 +110,7 @@ class BucketMatrices:
         factors: Sequence[torch.Tensor],
         role: str,
         add_error: bool,
-    ) -> Round[list[torch.Tensor]]:
+    ) -> RunPart[list[torch.Tensor]]:
         items = []
         for group, factor in zip(self.groups, factors, strict=True):
             shape = *factor.shape[:2], group.matrices[0].shape[side]
@@ -119,7 +121,7 @@ class BucketMatrices:
 
     def orthonormal(
         self, factors: Sequence[torch.Tensor], role: str, drawn: Sequence[torch.Tensor | None] | None = None
-    ) -> Round[list[torch.Tensor]]:
+    ) -> RunPart[list[torch.Tensor]]:
         """Orthonormalise each factor, after replacing zero rows with `drawn` rows."""
         items = []
         for group, factor, instead in zip(self.groups, factors, drawn or [None] * len(factors), strict=True):
@@ -160,7 +162,7 @@ def starting_bases(memory: Memory, M: BucketMatrices, side: int) -> list[torch.T
 
 def bases_ahead(
     memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
-) -> Round[list[torch.Tensor]]:
+) -> RunPart[list[torch.Tensor]]:
     """Make the next step's starting bases, for all buckets together, to save launches."""
     # A zero row stays zero in every product, and its direction would be lost for good. It became zero when a
     # gradient's matrix rank was too low, or never had values. So zero rows are replaced.
@@ -203,35 +205,33 @@ def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
 class FactorMessages:
     """The messages of a bucket's step: each holds factors, the first one flat gradients as well."""
 
-    def __init__(
-        self, dtype: torch.dtype, workspace: Workspace, uncompressed: Sequence[torch.Tensor]
-    ) -> None:
-        self.dtype, self.workspace, self._beside = dtype, workspace, uncompressed
+    def __init__(self, dtype: torch.dtype, workspace: Workspace, whole: Sequence[torch.Tensor]) -> None:
+        self.dtype, self.workspace, self._whole = dtype, workspace, whole
         self.received: list[torch.Tensor] = []  # the means of all messages, which must be finite
-        self.uncompressed: Sequence[torch.Tensor] = ()  # the means of the flat gradients
+        self.whole_means: Sequence[torch.Tensor] = ()  # of the flat gradients
 
     def average(
         self, factors: list[torch.Tensor], *, as_sent: bool
-    ) -> Round[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    ) -> RunPart[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Return factors, (matrices, r, elements) each, and their means over the members.
 
         `as_sent` is for factors that are subtracted from the residual: it returns them rounded to 16 bits, as
         they were sent, so that the residual keeps the rounding error.
         """
-        like, beside = factors[0], [] if self.received else self._beside
+        like, whole = factors[0], [] if self.received else self._whole
         sent = factors if self.dtype != torch.float16 else list(map(clamped, factors))
-        if beside and accelerators.is_accelerator(like.device):
-            beside = widened(beside, like.dtype)  # torch concatenates mixed dtypes one by one
+        if whole and accelerators.is_accelerator(like.device):
+            whole = widened(whole, like.dtype)  # torch concatenates mixed dtypes one by one
         kind = like.device, like.dtype, self.dtype
-        (message,) = yield Jointly(all_packed, [(self, [*sent, *beside])], kind)
+        (message,) = yield Jointly(all_packed, [(self, [*sent, *whole])], kind)
         own = factors
         if as_sent and message.dtype != like.dtype:
             # Read before the message is sent: the mean may overwrite it.
             own = unpacked(message, factors)
         mean = yield Mean(message)
-        if beside:
-            sizes = list(map(torch.numel, beside))
-            self.uncompressed = mean[len(mean) - sum(sizes) :].split_with_sizes(sizes)
+        if whole:
+            sizes = list(map(torch.numel, whole))
+            self.whole_means = mean[len(mean) - sum(sizes) :].split_with_sizes(sizes)
         self.received.append(mean)
         return own, unpacked(mean, factors)
 

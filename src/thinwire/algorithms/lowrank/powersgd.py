@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.algorithms.base import BucketPlan, Granularity
+from thinwire.algorithms.base import BucketPlan
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.powersgd_plan import PowerSGDPlan
 from thinwire.checks import true_or_false, whole_number
@@ -63,6 +63,8 @@ class PowerSGD(LowRank):
         compression ratio 10.7 (of each process), 2 rounds a step
     """
 
+    split_granularity = "parameter"
+
     matrix_rank: int = 4
     alternating: bool = False
     matrix_ranks: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
@@ -83,10 +85,6 @@ class PowerSGD(LowRank):
         checked = [(str(n), whole_number(f"the matrix rank of {n}", r, minimum=1)) for n, r in ranks.items()]
         object.__setattr__(self, "matrix_ranks", tuple(sorted(checked)))
 
-    @property
-    def split_granularity(self) -> Granularity:
-        return "parameter"
-
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         uncompressed = self.uncompressed_routes(specs)
         routes = tuple(map(self._route, specs))
@@ -95,7 +93,7 @@ class PowerSGD(LowRank):
         before = sum(route.message_bytes for route in uncompressed)
         shrinks = sum(route.message_bytes for route in routes) * min(1.0, self.min_compression_ratio) < before
         chosen = routes if compresses and shrinks else uncompressed
-        return PowerSGDPlan(tuple(specs), chosen, self, self.alternating)
+        return PowerSGDPlan(tuple(specs), chosen, self)
 
     def _route(self, spec: ParameterSpec) -> LowRankRoute:
         shape = spec.matrix_shape

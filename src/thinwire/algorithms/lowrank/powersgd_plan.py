@@ -22,7 +22,7 @@ from thinwire.algorithms.lowrank.factors import (
 )
 from thinwire.algorithms.lowrank.low_rank_plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests, Round
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests, RunPart
 from thinwire.kernels.dispatch import choice, kernels_for
 from thinwire.kernels.matrices import (
     Factors,
@@ -44,8 +44,6 @@ NewState: TypeAlias = dict[Slot, Sequence[torch.Tensor]]
 @dataclass(frozen=True)
 class PowerSGDPlan(LowRankPlan):
     """Every matrix of a bucket as two factors; `alternating` projects on one side only, in one round."""
-
-    alternating: bool = False
 
     @cached_property
     def workspace(self) -> Workspace:
@@ -101,9 +99,9 @@ class PowerSGDPlan(LowRankPlan):
             # The number of committed projections, the same on all members and kept in a saved state. If
             # `alternating`, its parity gives the side that the factor in memory belongs to.
             turn = (memory.step - self.config.warmup_steps) * self.config.power_iterations
-            side = 0 if self.alternating and turn % 2 == 0 else 1
+            side = 0 if self.config.alternating and turn % 2 == 0 else 1
             start = starting_bases(memory, M, side)
-            if self.alternating:
+            if self.config.alternating:
                 terms = yield from self._alternating_rounds(M, start, turn, messages)
             else:
                 terms = yield from self._two_rounds(M, start, messages)  # 2 to 6
@@ -117,7 +115,7 @@ class PowerSGDPlan(LowRankPlan):
         finally:
             for group in M.groups:
                 group.matrices = ()  # they would keep an unused bucket alive
-        means = messages.uncompressed  # the last one says whether any residual remains, if some may not fit
+        means = messages.whole_means  # the last one says whether any residual remains, if some may not fit
         writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=False)]
         # After the reconstruction, which reads the basis that the step started from.
         writes += self._writes(memory, M, new, start, is_healthy)
@@ -134,7 +132,7 @@ class PowerSGDPlan(LowRankPlan):
 
     def _two_rounds(
         self, M: BucketMatrices, Q: list[torch.Tensor], messages: FactorMessages
-    ) -> Round[list[Terms]]:
+    ) -> RunPart[list[Terms]]:
         """Find the factors of the mean. Cost: in each iteration, two reads of M."""
         for iteration in range(1, self.config.power_iterations + 1):
             is_last = iteration == self.config.power_iterations
@@ -151,7 +149,7 @@ class PowerSGDPlan(LowRankPlan):
 
     def _alternating_rounds(
         self, M: BucketMatrices, bases: list[torch.Tensor], turn: int, messages: FactorMessages
-    ) -> Round[list[Terms]]:
+    ) -> RunPart[list[Terms]]:
         """Find factors of the mean, one side in each iteration, and subtract what was sent from M."""
         terms: list[list[Factors]] = [[] for _ in M.groups]
         for iteration in range(self.config.power_iterations):
@@ -198,7 +196,7 @@ class PowerSGDPlan(LowRankPlan):
     ) -> BucketMatrices:
         kernels = kernels_for(flat, max(matrix_rank for _, matrix_rank in self.shape_groups))
         # Iterations subtract what was sent from the matrices; in 16 bits that would be rounded.
-        subtracts = self.alternating and self.config.power_iterations > 1
+        subtracts = self.config.alternating and self.config.power_iterations > 1
         widens = subtracts or flat.dtype not in kernels.gradient_types
         is_accelerator = accelerators.is_accelerator(flat.device)
         groups, written = list[MatrixGroup](), list[Sequence[torch.Tensor] | None]()
@@ -223,7 +221,7 @@ class PowerSGDPlan(LowRankPlan):
         M: BucketMatrices,
         terms: Sequence[Terms],
         is_healthy: torch.Tensor | None,
-    ) -> Round[None]:
+    ) -> RunPart[None]:
         """Write the mean to compressed gradients, and what this process has not sent to the residual."""
         items, remains = list[Reconstruction](), memory[ERROR]
         for group, of_group, written in zip(M.groups, terms, M.written, strict=True):
@@ -246,7 +244,7 @@ class PowerSGDPlan(LowRankPlan):
         ]
         round_all_into(copied, bucket.loss_scale, is_healthy)
 
-    def _new_state(self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms]) -> Round[NewState]:
+    def _new_state(self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms]) -> RunPart[NewState]:
         """Return the state to keep after the commit, in units of the unscaled loss."""
         # Factors of the last iteration only: the next step starts from them. What was sent of all iterations:
         # the diagnosis compares all that was sent with what was not.

@@ -139,7 +139,7 @@ def _rows(coded: Coded) -> tuple[torch.Tensor, int]:
 
 def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the starts and lengths of blocks; None if all are whole, since kernels compute them then."""
-    return (None, None) if blocks.are_whole else (blocks.firsts[device], blocks.lengths[device])
+    return (None, None) if blocks.are_whole else (blocks.offsets[device], blocks.lengths[device])
 
 
 def _tiles(blocks: Blocks) -> int:

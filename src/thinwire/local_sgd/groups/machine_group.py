@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from thinwire.comm import Description, Message, Transport, Work, gather_numbers, gather_values
 from thinwire.comm.metered import Wrapped
-from thinwire.comm.transport import CombinedWork, CompletedWork
+from thinwire.comm.transport import CombinedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group, NoQuorumError
 from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
@@ -179,7 +179,7 @@ class _FirstProcessTransport(Transport):
         self._first, self._inside = first, inside
 
     def start(self, message: Message) -> Work:
-        wait_first: Callable[[], None] = CompletedWork().wait
+        wait_first = CombinedWork(lambda: None).wait
         if self._first is not None:
             try:
                 wait_first = self._first.start(message).wait

@@ -34,8 +34,7 @@ class GradientListAdapter(Joinable):
     parameter, with a host synchronisation, to find which have a gradient anywhere.
     """
 
-    # `Settings` describes it.
-    _typed: ClassVar[Mapping[str, str]] = {}
+    _names_given: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class GradientListAdapter(Joinable):
             grad_scaler=grad_scaler,
             host_check=host_check,
             on_nonfinite=on_nonfinite,
-            typed=self._typed,
+            names_given=self._names_given,
             weight=weight,
         )
         self.engine = setup.new_engine(algorithm, transport, self._specs, settings, machines)
@@ -86,12 +85,15 @@ class GradientListAdapter(Joinable):
         with self.engine.clock.inside():
             # Before all other collectives of the step: a shadowing process starts with this one.
             scale = members_over_contributors(self)
-            self.engine.agree(self.parameters[0].device)
+            self.engine.buckets.agree(self.parameters[0].device)
             # A gradient that is None everywhere stays so: the optimizer then leaves the parameter alone.
             means: list[torch.Tensor | None] = [None] * len(gradients)
-            # In parameter order, which is the same on every process.
+            # Buckets must be the same everywhere: a parameter used by any process is in them on all, in
+            # parameter order.
+            work, flags = self.engine.send_used([gradient is not None for gradient in gradients])
+            work.wait()
             indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
-            for index in self._used_anywhere(gradients):
+            for index in flags.nonzero().flatten().tolist():
                 indices_of[self.parameters[index].device, self._specs[index].dtype].append(index)
             for (device, dtype), indices in indices_of.items():
                 specs = tuple(self._specs[index] for index in indices)
@@ -130,13 +132,6 @@ class GradientListAdapter(Joinable):
             if gradient is not None and gradient.is_sparse:
                 words = "is sparse and can't be averaged; build the embedding with sparse=False"
                 raise GradientError(f"gradient {index} {words}")
-
-    def _used_anywhere(self, gradients: Gradients) -> list[int]:
-        """Return the indices of parameters that have a gradient on any process."""
-        # Buckets must be the same everywhere: a parameter used by any process is in them on all.
-        work, flags = self.engine.send_used([gradient is not None for gradient in gradients])
-        work.wait()
-        return [index for index, is_used in enumerate(flags.tolist()) if is_used]
 
     # Uneven inputs: see thinwire.join.
 
