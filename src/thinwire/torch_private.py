@@ -93,7 +93,7 @@ tree_map = _pytree.tree_map
 
 
 def children_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own dictionaries of modules and of parameters, not copies."""
+    """Return a module's own mappings of modules and of parameters: dictionaries, unless it is scripted."""
     return module._modules, module._parameters
 
 

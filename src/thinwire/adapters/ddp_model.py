@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
+from operator import methodcaller
 from typing import Any, TypeGuard
 
 import torch
@@ -374,7 +375,7 @@ class _Guard:
     def _now(self) -> tuple[list[type], list[int]]:
         # Runs in each step, so without a Python loop: 0.1 ms for 300 modules. `fully_shard` changes the class
         # of each module; comparing classes is 50 times as fast as checking bases.
-        held = chain.from_iterable(map(dict.values, self._held))
+        held = chain.from_iterable(map(methodcaller("values"), self._held))
         return list(map(type, self._modules)), list(map(id, held))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_Guard":
