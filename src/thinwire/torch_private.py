@@ -107,6 +107,11 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def has_recorded_a_graph() -> bool:
+    """Return whether this thread has computed anything that autograd records."""
+    return torch.autograd._get_sequence_nr() > 0  # type: ignore[attr-defined]
+
+
 def version_of(tensor: torch.Tensor | None) -> int:
     """Return how often a tensor, or a view that shares its memory, was written to in place."""
     return -1 if tensor is None else tensor._version

@@ -89,7 +89,9 @@ def has_trained() -> bool:
         kinds += kind.__subclasses__()
     # The first of a class is what has its steps profiled. Evaluations and data workers make none.
     made_an_optimizer = any(hasattr(kind.step, "hooked") for kind in kinds)
-    return made_an_optimizer and sys.modules["torch.autograd"]._get_sequence_nr() > 0  # of this thread
+    from thinwire.torch_private import has_recorded_a_graph  # noqa: PLC0415
+
+    return made_an_optimizer and has_recorded_a_graph()
 
 
 sys.meta_path.insert(0, DDPFinder())
