@@ -253,8 +253,8 @@ def _serve(rank: int, world_size: int, folder: str, end: Connection) -> None:
     warnings.simplefilter("error")
     # The compiler warns of its own accesses, and of the version of Python.
     warnings.filterwarnings("ignore", module=r"torch\._dynamo")
-    # torch.distributed.checkpoint of torch 2.6 calls what torch 2.6 warns of.
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    # torch.distributed.checkpoint of torch 2.6 calls what torch 2.6 warns of. Models still are scripted.
+    warnings.filterwarnings("ignore", message=r"TypedStorage is deprecated|`torch\.jit\.script")
     with Path(folder, f"stacks-{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         join_group(rank, world_size, f"{folder}/rendezvous", 30.0)

@@ -93,7 +93,7 @@ tree_map = _pytree.tree_map
 
 
 def children_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own dictionaries of modules and of parameters, not copies."""
+    """Return a module's own mappings of modules and of parameters: dictionaries, unless it is scripted."""
     return module._modules, module._parameters
 
 
@@ -105,6 +105,11 @@ def put_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module are compiled: by `torch.compile(module)` or `module.compile()`."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def has_recorded_a_graph() -> bool:
+    """Return whether this thread has computed anything that autograd records."""
+    return torch.autograd._get_sequence_nr() > 0  # type: ignore[attr-defined]
 
 
 def version_of(tensor: torch.Tensor | None) -> int:

@@ -65,6 +65,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "channels-last": (channels_last_model, lambda step: torch.randn(4, 3, 8, 8, generator=drawn(step))),
     "transposed": (transposed_model, batch_of),
     "tied, scalar, empty": (Tied, tokens),
+    "scripted": (lambda: nn.Sequential(torch.jit.script(new_model())), batch_of),
 }
 
 
@@ -220,8 +221,7 @@ def test_two_models_in_one_backward_pass() -> None:
             gradients = [cast(Tensor, p.grad).flatten() for model in chain for p in model.parameters()]
             sums[is_ours] = sums[is_ours] + torch.cat(gradients)
     assert are_alike(gradients)
-    pairs = zip(syncs, modules, strict=True)
-    owed = [residual_of(sync.state_dict(), module) for sync, module in pairs]
+    owed = [residual_of(sync.state_dict(), m) for sync, m in zip(syncs, modules, strict=True)]
     torch.testing.assert_close(sums[True] + torch.cat(owed), sums[False], rtol=1e-4, atol=1e-5)
     assert all(residual.any() for residual in owed)
     assert all(sync.stats().compression_ratio > 1.5 for sync in syncs)

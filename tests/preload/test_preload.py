@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,18 +141,12 @@ def test_a_run_ends_with_a_process_that_multiprocessing_forked(tmp_path: Path) -
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"thinwire_0.pt", "thinwire_1.pt"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ("hook", "it already has the communication hook fp16_compress_hook"),
-        ("replicate hook", "it already has the communication hook fp16_compress_hook"),
-        ("late hook", "from now on the script's own communication hook fp16_compress_hook averages"),
-        ("late attach", "from now on the script's own communication hook thinwire_hook averages"),
-    ],
-)
-def test_a_hook_of_the_scripts_own_averages(arguments: str, why: str) -> None:
+@pytest.mark.parametrize("arguments", ["hook", "replicate hook", "late hook", "late attach"])
+def test_a_hook_of_the_scripts_own_averages(arguments: str) -> None:
     attached = run(*arguments.split(), options=Options(ALGORITHM))
-    assert why in attached
+    name = "thinwire_hook" if arguments == "late attach" else "fp16_compress_hook"
+    why = "from now on the script's own" if "late" in arguments else "it already has the"
+    assert f"{why} communication hook {name}" in attached
     assert weights(attached) == weights(run(*arguments.split()))
 
 
@@ -196,7 +191,7 @@ def test_only_a_model_whose_steps_are_averaged_is_attached(argument: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("has_optimizer", "environment", "is_told"),
+    ("has_trained", "environment", "is_told"),
     [
         (True, {}, True),
         (False, {}, False),  # a launcher
@@ -206,7 +201,7 @@ def test_only_a_model_whose_steps_are_averaged_is_attached(argument: str, tmp_pa
 )
 @pytest.mark.parametrize("script", ["builds nothing", "attaches by itself", "fails"])
 def test_a_process_that_built_no_model_says_so(
-    has_optimizer: bool,
+    has_trained: bool,
     environment: dict[str, str],
     is_told: bool,
     script: str,
@@ -220,9 +215,13 @@ def test_a_process_that_built_no_model_says_so(
 
     for name in ("thinwire.preload.built_model", *["thinwire.sync"] * (script != "attaches by itself")):
         monkeypatch.delitem(sys.modules, name)
-    SGD(nn.Linear(2, 2).parameters())
-    assert startup.has_made_an_optimizer()
-    monkeypatch.setattr(startup, "has_made_an_optimizer", lambda: has_optimizer)
+    layer = nn.Linear(2, 2)
+    SGD(layer.parameters())
+    with ThreadPoolExecutor() as fresh:  # its thread has computed nothing, as one that only spawns the ranks
+        assert not fresh.submit(startup.has_trained).result()
+    layer(torch.ones(2))
+    assert startup.has_trained()
+    monkeypatch.setattr(startup, "has_trained", lambda: has_trained)
     for name, value in ({"WORLD_SIZE": "1", AVERAGED: str(tmp_path / "attached")} | environment).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "last_value", OSError() if script == "fails" else None, raising=False)

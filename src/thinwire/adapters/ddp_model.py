@@ -368,7 +368,8 @@ class _Guard:
         # a new DDP model, until garbage is collected.
         self._modules = list(model.module.modules())
         holders = [model, *self._modules]
-        self._held = list(chain.from_iterable(map(torch_private.children_and_parameters, holders)))
+        held = chain.from_iterable(map(torch_private.children_and_parameters, holders))
+        self._held = [mapping for mapping in held if isinstance(mapping, dict)]  # scripted ones can't grow
         self._then = self._now()
 
     def _now(self) -> tuple[list[type], list[int]]:

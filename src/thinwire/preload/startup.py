@@ -71,7 +71,7 @@ def end_process() -> None:
         return
     if os.environ.get("RANK", "0") != "0" or MODULE not in sys.modules:
         return
-    trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_made_an_optimizer()
+    trains = os.environ.get("WORLD_SIZE", "1") != "1" or has_trained()
     # Processes that a rank spawns, such as data workers, inherit its RANK. A script that failed has said why.
     if trains and BUILT not in os.environ and getattr(sys, "last_value", None) is None:
         print(
@@ -82,13 +82,16 @@ def end_process() -> None:
         )
 
 
-def has_made_an_optimizer() -> bool:
-    """Return whether this process trains: launchers, data workers and evaluations make no optimizer."""
+def has_trained() -> bool:
+    """Return whether this process trains: a launcher may make the optimizer, but records no graph."""
     kinds = [sys.modules["torch.optim"].Optimizer]
     for kind in kinds:  # which grows
         kinds += kind.__subclasses__()
-    # The first of a class is what has its steps profiled.
-    return any(hasattr(kind.step, "hooked") for kind in kinds)
+    # The first of a class is what has its steps profiled. Evaluations and data workers make none.
+    made_an_optimizer = any(hasattr(kind.step, "hooked") for kind in kinds)
+    from thinwire.torch_private import has_recorded_a_graph  # noqa: PLC0415
+
+    return made_an_optimizer and has_recorded_a_graph()
 
 
 sys.meta_path.insert(0, DDPFinder())
