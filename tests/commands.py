@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from typing import IO, Any
 
 from processes import Process, context, end, enter, finish, print_stacks, process, redirect
@@ -51,9 +52,9 @@ def run_job(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     # The store closes the listener when it is gone.
-    store = TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    uses_libuv = {**os.environ, **(environment or {})}.get("USE_LIBUV") != "0"  # torch 2.6 needs 0
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "use_libuv": uses_libuv}
+    store = TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "none"}
     job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     job |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {})}

@@ -148,20 +148,23 @@ class _Votes:
         """Publish an answer; return how the others' differ, "" if all are equal. Collective."""
         store, here = default_store(), dist.get_rank()
         outcome = f"thinwire attach {self.ranks} {self.number} {question}"
+        decided = f"{outcome} decided"  # with USE_LIBUV=0, `compare_set` wakes nobody who waits for its key
         keys = {rank: f"{outcome} {rank}" for rank in self.ranks}
         store.set(keys[here], answer)
         # The last to answer or the first to give up decides: one that answers after others have given up
         # would find all answers there, and attach alone.
         if store.check(list(keys.values())):
             store.compare_set(outcome, "", ALL)
+            store.set(decided, "")
         try:
-            store.wait([outcome], timedelta(seconds=seconds))
+            store.wait([decided], timedelta(seconds=seconds))
         except (RuntimeError, dist.DistStoreError):
             missing = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
             late = f"processes {missing} have not answered for {seconds:.0f} s"
             if question == "built":
                 late += ": start all of them with the same thinwire attach command"
             store.compare_set(outcome, "", late)
+            store.set(decided, "")
         how: str = store.get(outcome).decode()
         if how != ALL:
             return how
