@@ -581,16 +581,15 @@ def test_all_processes_of_a_member_average_if_one_of_them_must() -> None:
     ends = InProcessTransport.group(2)
 
     def numbers_of_averagings(rank: int) -> list[int]:
-        group = alone(InProcessLighthouse(weigh_by="work"))
-        numbers = []
-        with LocalSGD(*linear_and_sgd(), every_steps=2, group=group) as local:
+        group, numbers = alone(InProcessLighthouse(weigh_by="work")), []
+        local = LocalSGD(*linear_and_sgd(), every_steps=2, group=group)
+        with local, patch.object(local._membership, "average") as averaged:
             group.inside = ends[rank]
-            with patch.object(local._membership, "average") as averaged:
-                for ask in (bool, partial(local.count_work, rank), local.leave if rank else bool):
-                    ask()
-                    local.average()
-                    numbers.append(averaged.call_count)
-                    local._model.fragments[0].work = 0.0
+            for ask in (bool, partial(local.count_work, rank), local.leave if rank else bool):
+                ask()
+                local.average()
+                numbers.append(averaged.call_count)
+                local._model.fragments[0].work = 0.0
         return numbers
 
     assert run_members(2, numbers_of_averagings) == [[0, 1, 2]] * 2
