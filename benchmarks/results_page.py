@@ -77,6 +77,7 @@ class ResultPage:
         """Return what follows its head; with pictures that are there, sections lower."""
         text = self.path.read_text(encoding="utf-8").partition("\n- Python ")[2].partition("\n")[2]
         text = re.sub(r"!\[(.*?)\]\((.*?)\)", self._picture, text)
+        text = re.sub(r"\]\((\d[\w-]*\.md)\)", rf"]({FROM_DOCS}\1)", text)  # to other pages of results
         return re.sub(r"^##", "####", text, flags=re.MULTILINE).strip()
 
     def _picture(self, found: re.Match[str]) -> str:

@@ -27,6 +27,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -163,6 +164,13 @@ def counted_step(step: Callable[..., None]) -> Callable[..., None]:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning-rate schedulers that an optimizer has stepped, as its own step does."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def num_steps(scheduler: LRScheduler) -> int:
+    """Return how many steps a scheduler has made; a `ChainedScheduler` does not count them itself."""
+    while isinstance(scheduler, ChainedScheduler):
+        scheduler = scheduler._schedulers[0]
+    return scheduler.last_epoch
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

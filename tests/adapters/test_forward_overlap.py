@@ -300,6 +300,11 @@ def test_dry_steps_end_inside_and_states_are_of_whole_steps() -> None:
             if error is not None:
                 raise error
         assert (are_alike([flat(model)]), sync.steps) == (True, 1)
+    interrupted = patch.object(Step, "take", side_effect=KeyboardInterrupt)
+    with interrupted, suppress(KeyboardInterrupt), sync.dry():  # no StepError, which it would lead to
+        one_step(model, optimizer, 1)
+        sync.flush()
+    sync.abandon()
     one_step(model, optimizer, 1)
     sync.load_state_dict(state)
     assert sync.steps == 1

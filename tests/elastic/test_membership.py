@@ -23,7 +23,7 @@ from torch import nn
 from elastic.in_turns import FEW_BITS, VOTE, InTurns, Killed, Turn, alone, clean_lives, uncounted
 from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, TopK
-from thinwire.comm import InProcessTransport
+from thinwire.comm import InProcessTransport, run_members
 from thinwire.comm.in_process import wait_for
 from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
 from thinwire.errors import AttachError, CommunicationError, ConfigError, StateError
@@ -574,6 +574,25 @@ def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
     run = Run([0, 0, 3], steps=8, streaming=Streaming(fragments=2), algorithm=PowerSGD(matrix_rank=2))
     assert run.results == ["done"] * 3
     assert all(torch.equal(run.lasts(0), run.lasts(member)) for member in (1, 2))
+
+
+def test_all_processes_of_a_member_average_if_one_of_them_must() -> None:
+    """Only one may have counted work, or have got a signal."""
+    ends = InProcessTransport.group(2)
+
+    def numbers_of_averagings(rank: int) -> list[int]:
+        group, numbers = alone(InProcessLighthouse(weigh_by="work")), []
+        local = LocalSGD(*linear_and_sgd(), every_steps=2, group=group)
+        with local, patch.object(local._membership, "average") as averaged:
+            group.inside = ends[rank]
+            for ask in (bool, partial(local.count_work, rank), local.leave if rank else bool):
+                ask()
+                local.average()
+                numbers.append(averaged.call_count)
+                local._model.fragments[0].work = 0.0
+        return numbers
+
+    assert run_members(2, numbers_of_averagings) == [[0, 1, 2]] * 2
 
 
 def test_what_does_not_go_is_refused_before_anything_changes() -> None:

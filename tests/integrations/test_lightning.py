@@ -476,9 +476,13 @@ def test_schedule_and_end_follow_the_members_count_when_it_jumps(tmp_path: Path)
             if len(rates) == 2:
                 local._contributor.steps += 2
                 trainer.optimizers[1].param_groups[0]["lr"] = 9.0  # as the others'
+            if len(rates) == 3:
+                trainer.save_checkpoint(path)
 
-    rates: list[float] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        new_trainer(tmp_path, 1, callbacks=[Ahead(elastic=member())], max_steps=12).fit(Manual(), batches())
-    assert rates == pytest.approx([0.1 * 0.9**step for step in (1, 2, 5, 6)])
+    rates, path = list[float](), tmp_path / "fifth.ckpt"
+    for resume in (None, path):  # its Trainer has counted 3 steps
+        trainer = new_trainer(tmp_path, 1, callbacks=[Ahead(elastic=member())], max_steps=12)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(Manual(), batches(), ckpt_path=resume)
+    assert rates == pytest.approx([0.1 * 0.9**step for step in (1, 2, 5, 6, 6)])

@@ -394,6 +394,7 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
 SCHEDULES: list[Any] = [
     partial(lr_scheduler.ExponentialLR, gamma=0.9),
     partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=20),
+    lambda its: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(its, 0.9)]),
 ]
 
 

@@ -144,11 +144,14 @@ def test_parameters_that_are_not_finite_are_an_error_on_all_members(member: Memb
 
 @in_each_member(4)
 def test_a_subgroup_that_diverges_stops_all_members(member: Member) -> None:
-    with refused(StepError, NOT_FINITE.format(3)), member.local(every_steps=3, subgroup=member.pair):
+    local, observed = member.local(every_steps=3, subgroup=member.pair), list[bool]()
+    local.observers.append(observed.append)
+    with refused(StepError, NOT_FINITE.format(3)), local:
         for step in range(6):
             if step == 4 and member.rank == 3:
                 next(member.model.parameters()).data[0, 0] = torch.inf
             member.train(step, step + 1)
+    assert len(observed) == local.steps - 1  # not of the one that failed
 
 
 @in_each_member(2)

@@ -58,9 +58,6 @@ def test_changes_travel_in_four_bits_and_the_outer_state_lies_where_asked(member
     assert member.agreed()
 
 
-# What users do besides
-
-
 def losses(model: nn.Module, step: int, worker: int) -> list[Tensor]:
     """Of two parts of a batch; worker 0's overflows in step 5."""
     factor = torch.inf if (step, worker) == (5, 0) else 1.0

@@ -26,9 +26,6 @@ from training import batch_of, flat, new_model, refused, train_step
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=1)
 
 
-# Dividing the model
-
-
 def block(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width))
 
@@ -65,9 +62,6 @@ def test_a_model_is_divided_by_layers_of_all_depths_and_equal_bytes() -> None:
         assert min(depths) < 6 <= max(depths)
     # A large layer has a fragment nearly to itself.
     assert sorted(map(len, dealt(Blocks(6, tokens=120), 3)))[:2] == [1, 1]
-
-
-# Against plain references, in float64
 
 
 @pytest.mark.parametrize(
@@ -126,9 +120,6 @@ def _by_itself(
                     held[of_it] = mix * held[of_it] + (1 - mix) * theta[of_it]
                     nn.utils.vector_to_parameters(held, worker.parameters())
     return [flat(worker) for worker in workers]
-
-
-# What is sent, and when it is waited for
 
 
 @in_each_member(2)
@@ -210,9 +201,6 @@ def test_fragments_are_averaged_one_after_another(member: Member) -> None:
         assert local.stats().compression_ratio > 10
 
 
-# What goes on besides
-
-
 def test_what_a_model_keeps_of_its_own_if_nothing_is_said() -> None:
     """Nothing where a residual would send it a second time."""
     schedules = [Schedule(9, streaming=Streaming(delay_steps=steps)) for steps in (0, 5)]
@@ -240,9 +228,6 @@ def test_the_last_averages_can_be_looked_at(member: Member) -> None:
         assert not member.agreed()
 
 
-# Saving
-
-
 @in_each_member(2)
 def test_another_number_of_fragments_goes_on_unless_some_are_in_flight(member: Member) -> None:
     settings: dict[str, Any] = {"every_steps": 4, "algorithm": POWER, "outer": NESTEROV}
@@ -259,9 +244,6 @@ def test_another_number_of_fragments_goes_on_unless_some_are_in_flight(member: M
         member.train(4, 9)
     assert member.agreed()
     assert other.steps == 9
-
-
-# What goes wrong
 
 
 @in_each_member(2)

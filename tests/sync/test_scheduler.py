@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -127,3 +128,17 @@ def test_a_message_in_flight_is_waited_for_if_the_next_one_of_its_round_is_refus
     exchange.close()
     exchange.drain()
     assert [note.awaited_at is None for note in transport.notes] == [False, True]
+
+
+def test_pipelined_buckets_too_are_advanced_together_until_they_are_finished() -> None:
+    """A delayed averaging spreads over its steps as many rounds as the last one took."""
+
+    def bucket() -> Requests:
+        yield Mean((yield Mean(torch.zeros(1))))
+        yield healthy()
+
+    for next_of, rounds in ((CollectiveScheduler.advance, 2), (CollectiveScheduler.advance_next, 4)):
+        exchange = CollectiveScheduler(alone(), "step 0", pipelined=True)
+        for _ in range(3):
+            exchange.start(bucket(), "bucket", rounds=2)
+        assert 1 + sum(iter(partial(next_of, exchange), False)) == rounds

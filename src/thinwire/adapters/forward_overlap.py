@@ -17,7 +17,7 @@ forward pass. Each layer uses the same weights as with `attach`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -448,8 +448,13 @@ class OverlappedSync(GradientSync):
         with super().dry() as keep:
             try:
                 yield keep
-            finally:  # pending parameters are stepped in any case, and that must not count later
-                self.flush()
+            except BaseException:
+                # Pending parameters are stepped in any case, and that must not count later. If they can't be,
+                # the block's own error says why.
+                with suppress(Exception):
+                    self.flush()
+                raise
+            self.flush()
 
     def use(self, algorithm: Algorithm) -> None:
         check_algorithm(algorithm)

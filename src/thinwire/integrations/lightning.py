@@ -363,7 +363,7 @@ class ThinwireCallback(Callback):
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 every = math.lcm(config.frequency, batches)  # Lightning counts batches
-                schedule = FollowedSchedule(config.scheduler, self._began * batches // every)
+                schedule = FollowedSchedule(config.scheduler, self.local.steps * batches // every)
                 self._schedules.append((schedule, every))
 
     def on_train_batch_start(self, trainer: Trainer, *unused: Any) -> None:

@@ -22,7 +22,7 @@ from thinwire.local_sgd.averager import ModelAverager
 from thinwire.preload.options import averaging_of
 from thinwire.sync import Settings
 from thinwire.sync.settings import StepOptions
-from thinwire.torch_private import takes_step_hooks
+from thinwire.torch_private import num_steps, takes_step_hooks
 
 A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
 # Such as `thinwire.LocalSGD` or `DiLoCo`, the same from thinwire.elastic, or thinwire.auto.
@@ -115,12 +115,12 @@ class FollowedSchedule:
         if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
             self._scheduler, self._start = scheduler, copy.deepcopy(scheduler.state_dict())
             # Of a run that resumes from a checkpoint without the members' count.
-            self._ahead = max(0, scheduler.last_epoch - count)
+            self._ahead = max(0, num_steps(scheduler) - count)
 
     def follow(self, count: int) -> None:
         """Bring the scheduler to where so many of its steps bring it."""
         scheduler = self._scheduler
-        if scheduler is None or scheduler.last_epoch == count + self._ahead:
+        if scheduler is None or num_steps(scheduler) == count + self._ahead:
             return
         # From the start: the optimizer may have received the others' rates before the scheduler's latest
         # step, and many schedules multiply the last rate.
@@ -129,5 +129,5 @@ class FollowedSchedule:
             group["lr"] = lr
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            for _ in range(count + self._ahead - scheduler.last_epoch):
+            for _ in range(count + self._ahead - num_steps(scheduler)):
                 scheduler.step()

@@ -267,7 +267,8 @@ class ThinwireCallback(TrainerCallback):
             local.load_state_dict(load(folder / STATE_NAME))
         self.local, self._sync = local, local.sync
         local.__enter__()
-        self._schedule = FollowedSchedule(trainer.lr_scheduler, local.steps)
+        if makes_elastic(self.algorithm):
+            self._schedule = FollowedSchedule(trainer.lr_scheduler, local.steps)
 
     def on_step_begin(self, *_: Any, **unused: Any) -> None:
         if self.local is not None and makes_elastic(self.algorithm):

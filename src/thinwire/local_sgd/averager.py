@@ -112,10 +112,15 @@ class Averager(AbstractContextManager[Any]):
         steps_before = self._contributor.steps_here
         try:
             yield
-        finally:
-            if self._contributor.steps_here > steps_before:
-                for observer in tuple(self.observers):  # a copy: an observer may remove itself when called
-                    observer(True)
+        except LeftError:
+            self._tell_observers(steps_before)
+            raise
+        self._tell_observers(steps_before)
+
+    def _tell_observers(self, steps_before: int) -> None:
+        if self._contributor.steps_here > steps_before:
+            for observer in tuple(self.observers):  # a copy: an observer may remove itself when called
+                observer(True)
 
     def _check_not_over(self, call: str) -> None:
         """Raise if this member has left, or while the model shows the last average."""

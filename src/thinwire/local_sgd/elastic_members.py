@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.checks import number
+from thinwire.comm import gather_numbers
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import Averager, ModelAverager
@@ -253,7 +254,7 @@ class LocalSGD(ModelAverager, Member):
         """Average what is left, unless an exception was raised, and leave. Catches `LeftError`."""
         with self._attached:
             # The end of this `with` leaves the group, so the last averaging must come inside it.
-            if kind is None and self._has_work_left and not self.has_left:
+            if kind is None and not self.has_left and self._is_any(self._has_work_left):
                 with suppress(LeftError), self._collective("the end of the context"):
                     self._model.check_loads()
                     if self._membership.is_open:
@@ -268,6 +269,12 @@ class LocalSGD(ModelAverager, Member):
         # Fragments whose turn was not the last one have work left.
         fragments_have_work = any(fragment.work for fragment in self._model.fragments)
         return contributor.steps > contributor.averaged_steps or fragments_have_work
+
+    def _is_any(self, own: bool) -> bool:
+        """Return whether it is true in any process of this member. Collective inside."""
+        # A signal may have reached only one of them, and only one may have counted work.
+        numbers = gather_numbers([float(own)], self._membership.group.inside, "whether this member averages")
+        return [1.0] in numbers
 
     def average(self) -> None:
         """Average now with all present members: the pending changes, then each fragment. Collective.
@@ -284,7 +291,7 @@ class LocalSGD(ModelAverager, Member):
         with self._collective("average()"):
             self._model.check_loads()
             # It would idle until the others average next, and then count their steps as its own.
-            if not (self._has_work_left or self.is_leaving):
+            if not self._is_any(self._has_work_left or self.is_leaving):
                 return
             if self._membership.is_open:
                 self._membership.finish()

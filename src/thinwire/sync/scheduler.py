@@ -156,20 +156,21 @@ class CollectiveScheduler:
                     self._send(waiting, f"a later round of the bucket of {bucket}")
         return bool(self._rounds)
 
+    def advance_next(self) -> bool:
+        """Advance; if buckets are pipelined, only the one whose message was sent first.
+
+        While it is decoded, the messages of others are in flight. Returns whether any round is in flight.
+        """
+        # The step's closing message is sent with the second ones of all buckets.
+        return self._advance_first() if self._is_pipelined and self._closing is None else self.advance()
+
     def close_with(self, requests: Requests) -> None:
         """Add requests of no bucket: the first is sent with the buckets' second; commit them last."""
         self._closing = Task(requests)
         self.tasks.append(self._closing)
 
     def advance(self) -> bool:
-        """Wait for the round in flight and send the next one, all buckets together; see `Step.advance`.
-
-        If buckets are pipelined, only of the one whose message was sent first: while it is decoded, the
-        messages of others are in flight.
-        """
-        # The step's closing message is sent with the second ones of all buckets.
-        if self._is_pipelined and self._closing is None:
-            return self._advance_first()
+        """Wait for the round in flight and send the next one, all buckets together; see `Step.advance`."""
         with profiler_range(f"thinwire: round {self._number + 1}"):
             # Receive all before sending anything, so that the next messages of all buckets are sent as one.
             waiting = self._receive(tuple(self._rounds), self.tasks, f"round {self._number}")

@@ -226,7 +226,7 @@ class Step:
                 # `advance`: a caller that drops the step then may need its gradients.
                 if on_cpu:
                     self._scheduler.commit_early()
-                is_under_way = self._scheduler.advance()
+                is_under_way = self._scheduler.advance_next()
             names = unused if self._unused is None else self._unused.names
             restored = residuals_restored(self._memory, names) if names else nullcontext()
             with profiler_range("thinwire: commit"), restored:
