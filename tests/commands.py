@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from typing import IO, Any
 
 from processes import Process, context, end, enter, finish, print_stacks, process, redirect
