@@ -11,7 +11,7 @@ from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -40,6 +40,8 @@ from thinwire import (
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.checkpoint import load, load_local, merge, save, save_local
 from thinwire.comm import InProcessTransport
+from thinwire.local_sgd.averager import DistributedState
+from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
 from thinwire.simulation import Simulation
 from training import flat, new_model, train
 
@@ -145,6 +147,16 @@ def test_written_and_read_it_is_the_same(path: Path, state: dict[str, Any]) -> N
     assert path.stat().st_mode & 0o777 == 0o640  # as the umask has it
     assert_same_state(load(str(path)), state)
     resumed(Simulation(POWER, buckets(), num_workers=3), load(path))
+
+
+def test_torchs_own_settings_change_nothing(tmp_path: Path) -> None:
+    config = pytest.importorskip("torch.utils.serialization.config", reason="torch 2.6 has none")
+    averager = Mock(has_state=True, state_dict=lambda: {"step": 3})
+    with config.patch({"save.compute_crc32": False, "load.mmap": True}):
+        save(trained_state(), tmp_path / "sync.pt")
+        assert_same_state(load(tmp_path / "sync.pt"), trained_state())
+        DistributedState(averager).load_state_dict(DistributedState(averager).state_dict())
+        assert deserialize(serialize({"step": 3})) == averager.load_state_dict.call_args.args[0]
 
 
 def test_what_is_no_state_is_not_written_and_leaves_the_old_file(path: Path, state: dict[str, Any]) -> None:
@@ -260,9 +272,6 @@ def test_a_damaged_file_is_refused_or_is_the_same(name: str, damage: str, place:
             assert_same_state(loaded, trained_state())
 
 
-# Real processes.
-
-
 def attached(algorithm: Algorithm = POWER) -> tuple[DistributedDataParallel, GradientSync]:
     model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
     return model, thinwire.attach(model, algorithm)
@@ -306,9 +315,6 @@ def test_bases_of_a_distributed_checkpoint_start_again(tmp_path: Path) -> None:
     dcp_save({"sync": sync}, checkpoint_id=tmp_path / "dcp")
     dcp_load({"sync": other}, checkpoint_id=tmp_path / "dcp")
     assert (other.steps, bool(other.state_dict().get("covariance"))) == (2, False)
-
-
-# Each process for itself, without a message
 
 
 @pytest.mark.parametrize(("entry", "per_machine"), [*zip(WITH_FEEDBACK, cycle([2, 1]))], ids=str)

@@ -96,8 +96,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `save` or `torch.save` wrote, for `load_state_dict`.
 
-    The file is opened once, so it may be saved again at the same time. Cost: the file's size in memory, in
-    addition to the state.
+    The file is opened once, so it may be saved again meanwhile. Cost: memory for the file beside the state.
 
     Raises:
         StateError: The file is damaged, empty, or not a Thinwire state. (safetensors' format has no
@@ -118,13 +117,14 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
                 plain = json.loads(header["__metadata__"]["thinwire"])
                 state: Any = _nested(plain, _safetensors().load(data))
             else:
-                # torch.load does not check the CRCs of its zip file.
+                # torch.load checks no CRCs. With `torch.serialization.set_crc32_options(False)` they are 0.
                 with zipfile.ZipFile(file) as archive:
-                    if (damaged := archive.testzip()) is not None:
+                    has_crcs = any(member.CRC for member in archive.infolist())
+                    if has_crcs and (damaged := archive.testzip()) is not None:
                         raise StateError(f"{damaged} in it is damaged")
                 file.seek(0)
-                # Weights only: any other pickle could run arbitrary code.
-                state = torch.load(file, weights_only=True, map_location="cpu")
+                # Weights only: any other pickle could run code. What is open can't be mapped (`load.mmap`).
+                state = torch.load(file, weights_only=True, map_location="cpu", mmap=False)
             _check(state)
         except MissingExtraError:
             raise

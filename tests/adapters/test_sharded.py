@@ -266,9 +266,6 @@ def test_sums_in_place_of_means() -> None:
     assert distance(gradients_of(ours, range(1)), gradients_of(native, range(1))) <= 1e-6
 
 
-# Compression
-
-
 @in_each_process(4)
 def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike() -> None:
     """Results so far and the mean residual are the true means so far."""
@@ -306,9 +303,6 @@ def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     """Of all parameters together, relative to the truth."""
     found, true = (torch.cat([gradient.flatten() for gradient in side.values()]) for side in (sums, truth))
     return float((found - true).norm() / true.norm())
-
-
-# State
 
 
 @in_each_process(4)
@@ -619,9 +613,6 @@ def test_a_replicated_model_is_averaged_by_the_algorithm_alone() -> None:
     assert sync.stats().compression_ratio > 1.1
     assert sync.steps == 3
     assert agreed(ours)
-
-
-# Refusals
 
 
 @pytest.mark.skipif(

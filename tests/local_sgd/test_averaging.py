@@ -191,9 +191,6 @@ def _exchanged(member: Member, fails: bool) -> tuple[bytes, Any]:
     return flat(member.model).numpy().tobytes(), digest_of(local.state_dict())
 
 
-# Subgroups
-
-
 @in_each_member(4)
 def test_within_a_subgroup_it_is_data_parallel_training(member: Member) -> None:
     member.take(new_model(dtype=torch.float64))
@@ -203,9 +200,6 @@ def test_within_a_subgroup_it_is_data_parallel_training(member: Member) -> None:
         member.train(6)
         assert (flat(member.model) - expected).norm() < 1e-12 * (expected - start).norm()
         assert member.halves() == (True, False)
-
-
-# Models
 
 
 class Normalised(nn.Module):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD
 
 from commands import run_job, run_processes, run_python, stand_ins
-from processes import Setting, Spawn, Typed, run_fresh
-from thinwire import ConfigError, Quantize
+from processes import Setting, Spawn, Typed, in_each_process, run_fresh
+from thinwire import AttachError, ConfigError, Quantize
 from thinwire.algorithms.registry import REGISTRY, parsed
 from thinwire.preload import built_model
 from thinwire.preload.options import VARIABLE, Options
@@ -149,6 +151,16 @@ def test_a_hook_of_the_scripts_own_averages(arguments: str) -> None:
     why = "from now on the script's own" if "late" in arguments else "it already has the"
     assert f"{why} communication hook {name}" in attached
     assert weights(attached) == weights(run(*arguments.split()))
+
+
+@in_each_process(2)
+def test_an_option_of_ddp_is_named_and_not_the_hook_that_it_registers() -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4), mixed_precision=_MixedPrecision())
+    environment = patch.dict(os.environ, Options(strict=True).environment())
+    with environment, patch.object(built_model, "_log_to_stderr"):
+        built_model.note_built(model)
+    with pytest.raises(AttachError, match="build it without mixed_precision"):
+        model(torch.ones(1, 4))
 
 
 def test_strict_ends_the_training_instead() -> None:

@@ -309,9 +309,6 @@ def test_a_scale_that_is_none_is_refused(bad: Any) -> None:
         scale(torch.device("cpu"))
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize("choice", ["skip", None, True, "zero", "raise"])
 def test_a_choice_is_one_of_three_and_a_scaler_must_see_what_is_not_finite(choice: Any) -> None:
     is_one = choice in ("zero", "raise")

@@ -190,7 +190,7 @@ class DistributedState:
                 "the checkpoint was saved before the context was entered, so it has no state of it; save "
                 "inside the context, or load only the model and the optimizer"
             )
-        self._averager.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True))
+        self._averager.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True, mmap=False))
 
 
 class ModelAverager(Averager):

@@ -233,7 +233,7 @@ def _why_not(model: DistributedDataParallel) -> str:
     name, is_ours = hook_of(model)
     if is_ours:
         return BY_ITSELF
-    if name:
+    if name and model.mixed_precision is None:  # that option's own hook: `attach` names the option
         return (
             f"it already has the communication hook {name}; remove that hook from your settings to use "
             "Thinwire's"

@@ -61,7 +61,7 @@ def serialize(value: object) -> torch.Tensor:
 def deserialize(data: torch.Tensor) -> Any:
     """Return the value of bytes from `serialize`."""
     try:
-        return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True, mmap=False)
     except Exception as error:  # damaged data raises all kinds of errors
         raise StateError(
             f"the initial state that this member received can't be read: {error}; install the same version "
