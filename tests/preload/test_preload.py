@@ -155,7 +155,9 @@ def test_a_hook_of_the_scripts_own_averages(arguments: str) -> None:
 
 @in_each_process(2)
 def test_an_option_of_ddp_is_named_and_not_the_hook_that_it_registers() -> None:
-    model = DistributedDataParallel(nn.Linear(4, 4), mixed_precision=_MixedPrecision())
+    # A PyTorch for CUDA makes none without a driver.
+    with patch.object(torch, "Stream"), patch.object(torch.cuda, "Stream"):
+        model = DistributedDataParallel(nn.Linear(4, 4), mixed_precision=_MixedPrecision())
     environment = patch.dict(os.environ, Options(strict=True).environment())
     with environment, patch.object(built_model, "_log_to_stderr"):
         built_model.note_built(model)
