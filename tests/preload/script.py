@@ -64,4 +64,5 @@ if "thread" in sys.argv:  # as Ray Train does
     os._exit(0)
 main()
 gc.collect()  # the model goes before the process ends, as in many scripts
-dist.destroy_process_group()
+if "hook" not in sys.argv:  # torch 2.6 ends a group under the GIL; its callback may still wait for that
+    dist.destroy_process_group()
