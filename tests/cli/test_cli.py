@@ -15,6 +15,7 @@ import typer
 from processes import Typed
 from thinwire import Cast, checks, local_job
 from thinwire.cli import build_app
+from thinwire.cli.job import check_output, make_folder
 from thinwire.errors import ConfigError
 from thinwire.version import __version__
 from watch.test_report import watched
@@ -114,30 +115,37 @@ FOLDERS = ["demo --output {}", "attach --checkpoint {} -- true"]
 @pytest.mark.parametrize(
     ("commands", "path", "reason"),
     [
-        (FILES, "folder", "it is a folder; give a file"),
-        (FILES, "n" * 300, "File name too long; give another file"),
-        (FILES, "locked/file", "permission denied; give another file"),
-        (FILES[:3], "missing/file", "there is no folder missing; make it first"),
-        (FILES[3:], "file/below", "it is a file; give another folder"),
-        (FOLDERS, "file", "it is a file; give another folder"),
-        (FOLDERS, "file/below", "Not a directory; give another folder"),
-        (FOLDERS, "locked", "permission denied; give another folder"),
+        (FILES, "folder", "Is a directory; give another path"),
+        (FILES, "n" * 300, "File name too long; give another path"),
+        (FILES, "/proc/file", "No such file or directory; give another path"),  # whatever root may do
+        (FILES[:3], "missing/file", "No such file or directory; give another path"),
+        (FILES[3:], "file/below", "File exists; give another path"),
+        (FOLDERS, "file", "File exists; give another path"),
+        (FOLDERS, "file/below", "Not a directory; give another path"),
+        (FOLDERS, "/proc", "No such file or directory; give another path"),
     ],
 )
 def test_a_path_that_can_not_be_written_is_refused_before_the_work(
     commands: list[str], path: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
-    for name in ("folder", "locked"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
-    # Root, whom tests may run as, has every permission.
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or "locked" not in str(path))
     for command in commands:
         done = typed(*command.format(path).split())
         (line,) = done.stderr.splitlines()
         assert (done.returncode, line[:12]) == (2, "thinwire: --"), command
         assert line.endswith(f": {reason}"), command
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_trying_a_path_leaves_nothing_behind_and_what_was_there_alone(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("kept")
+    check_output("--save", old)
+    check_output("--save", new)
+    make_folder("--output", tmp_path)
+    assert (old.read_text(), os.listdir(tmp_path)) == ("kept", ["old"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import typer
@@ -91,19 +92,11 @@ def check_output(option: str, path: Path | None) -> None:
     """Raise before the work if a file can't be written after it; `option` is its name, such as "--save"."""
     if path is None:
         return
-    _check_given(option, path)
-    why = None
-    try:
-        if path.is_dir():
-            why = "it is a folder; give a file"
-        elif not path.parent.is_dir():
-            why = f"there is no folder {path.parent}; make it first"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = "permission denied; give another file"
-    except OSError as error:  # its folder may not be read, or its name is too long
-        why = f"{error.strerror}; give another file"
-    if why is not None:
-        raise ConfigError(f"{option} {path} can't be written: {why}")
+    is_new = not os.path.lexists(path)
+    with _named_errors(option, path):
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
 
 
 def write_output(path: Path, text: str) -> None:
@@ -117,20 +110,20 @@ def write_output(path: Path, text: str) -> None:
 
 def make_folder(option: str, folder: Path) -> None:
     """Make a folder for files, with its parents; raise if that, or a file in it, is impossible."""
-    _check_given(option, folder)
-    try:
+    with _named_errors(option, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        why = None if os.access(folder, os.W_OK) else "permission denied"
-    except OSError as error:
-        why = "it is a file" if folder.exists() else error.strerror
-    if why is not None:
-        raise ConfigError(f"{option}: no file can be made in {folder}: {why}; give another folder")
+        TemporaryFile(dir=folder).close()
 
 
-def _check_given(option: str, path: Path) -> None:
+@contextmanager
+def _named_errors(option: str, path: Path) -> Iterator[None]:
     # Typer takes whatever follows an option for its value.
     if str(path) == "--":
         raise ConfigError(f"{option} got -- as its path, which begins the command; give a path before --")
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path} can't be written: {error.strerror}; give another path") from error
 
 
 def tell_without_numba() -> None:
