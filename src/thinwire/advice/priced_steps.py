@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 from thinwire.advice.advice_page import Advice
@@ -82,6 +83,13 @@ class TimedSteps:
     memory_bytes: int = 0
     residual_bytes: int = 0
 
+    def by_messages(self) -> list[list[Timeline]]:
+        """Return the timelines, those with equal messages together: alternating low rank has two kinds."""
+        alike: dict[tuple[int, ...], list[Timeline]] = {}
+        for timeline in self.timelines:
+            alike.setdefault(tuple(message.handed_bytes for message in timeline.sent), []).append(timeline)
+        return list(alike.values())
+
 
 class PricedSteps:
     """Steps with each priced algorithm, timed or planned, and what they would take on a network."""
@@ -111,7 +119,13 @@ class PricedSteps:
         inside_seconds = link.inside_seconds(self.gradient_bytes)
 
         def quartiles(timed: TimedSteps, network: Network) -> Quartiles:
-            return slowest_of([line.step_seconds(network) for line in timed.timelines], members)
+            # A step's messages are of one kind on all members, and kinds take turns: mix no members of two.
+            of_kinds = [
+                slowest_of([line.step_seconds(network) for line in lines], members)
+                for lines in timed.by_messages()
+            ]
+            median, low, high = map(fmean, zip(*of_kinds, strict=True))
+            return median, low, high
 
         alone = [timeline.seconds for timeline in self.alone.timelines]
         # Without averaging, too, the slowest process sets the pace. The spread is that of single processes.
@@ -119,7 +133,8 @@ class PricedSteps:
         for timed in self.timed.values():
             on_others = [partial(link.transfer, round_trip_seconds=ms / 1e3) for ms in round_trips]
             seconds = *quartiles(timed, link.transfer), *(quartiles(timed, other)[0] for other in on_others)
-            numbers += [timed.timelines[-1].wire_bytes(members), timed.memory_bytes, timed.residual_bytes]
+            sent_bytes = fmean(lines[-1].wire_bytes(members) for lines in timed.by_messages())
+            numbers += [sent_bytes, timed.memory_bytes, timed.residual_bytes]
             numbers += [inside_seconds + taken for taken in seconds]
         # In one message. Equal on all processes, so that all choose the same, although shards' bytes differ.
         means = iter(self.mean_over_processes(numbers))
