@@ -30,8 +30,7 @@ from thinwire.kernels.matrices import (
     Reconstruction,
     Terms,
     Write,
-    round_all_into,
-    widened,
+    round_into,
 )
 from thinwire.kernels.torch_kernels import subtract_own
 from thinwire.tensors import accelerators
@@ -184,11 +183,10 @@ class PowerSGDPlan(LowRankPlan):
             M = self._new_binding(flat, key, errors)
         M.loss_scale = bucket.loss_scale
         self.workspace.M = M if M.wide is None else None  # copies have new addresses in each step
+        if M.wide is not None:
+            gradients = flat.to(M.wide).split_with_sizes(self.sizes)
         for group, ((shape, _), indices) in zip(M.groups, self.shape_groups.items(), strict=True):
-            matrices = [gradients[index] for index in indices]
-            if M.wide is not None:
-                matrices = widened(matrices, M.wide)
-            group.matrices = [matrix.view(shape) for matrix in matrices]
+            group.matrices = [gradients[index].view(shape) for index in indices]
         return M
 
     def _new_binding(
@@ -237,12 +235,10 @@ class PowerSGDPlan(LowRankPlan):
         if M.wide is None:
             return
         # The rounding errors of wide copies are added to the residual too.
-        copied = [
-            (gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
-            for item, indices in zip(items, self.shape_groups.values(), strict=True)
-            for index, name, matrix in zip(indices, item.group.labels, item.group.matrices, strict=True)
-        ]
-        round_all_into(copied, bucket.loss_scale, is_healthy)
+        for item, indices in zip(items, self.shape_groups.values(), strict=True):
+            for index, name, matrix in zip(indices, item.group.labels, item.group.matrices, strict=True):
+                error = None if item.errors is None else remains[name]
+                round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale, is_healthy)
 
     def _new_state(self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms]) -> RunPart[NewState]:
         """Return the state to keep after the commit, in units of the unscaled loss."""
