@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from thinwire.algorithms.base import Bucket, Memory, Slot
-from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
+from thinwire.algorithms.error_feedback import ERROR, keep_excess, with_residual
 from thinwire.algorithms.lowrank.factors import (
     BucketMatrices,
     FactorMessages,
@@ -91,9 +91,11 @@ class PowerSGDPlan(LowRankPlan):
         M = self._bind(bucket, gradients, memory)  # 1
         try:
             has_residual = not memory[ERROR].keys().isdisjoint(names)
-            dtype = self.message_dtype
-            sent = with_residual(bucket, memory, [*names], whole, dtype) if has_residual else None
-            messages = FactorMessages(dtype, self.workspace, whole if sent is None else sent.parts)
+            if has_residual:
+                sums = with_residual(bucket, memory, [*names], whole)
+                messages = FactorMessages(self.memory_dtype, self.workspace, sums)
+            else:
+                messages = FactorMessages(self.message_dtype, self.workspace, whole)
 
             # The number of committed projections, the same on all members and kept in a saved state. If
             # `alternating`, its parity gives the side that the factor in memory belongs to.
@@ -114,8 +116,10 @@ class PowerSGDPlan(LowRankPlan):
         finally:
             for group in M.groups:
                 group.matrices = ()  # they would keep an unused bucket alive
-        means = messages.whole_means  # the last one says whether any residual remains, if some may not fit
-        writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=False)]
+        means = messages.whole_means
+        if has_residual:
+            means = keep_excess(bucket, memory, [*names], means)
+        writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=True)]
         # After the reconstruction, which reads the basis that the step started from.
         writes += self._writes(memory, M, new, start, is_healthy)
         if accelerators.is_accelerator(M.device):
@@ -123,8 +127,6 @@ class PowerSGDPlan(LowRankPlan):
             yield Jointly(M.kernels.write, writes, M.device)
         elif writes:
             torch._foreach_copy_([write.target for write in writes], [write.healthy for write in writes])
-        if sent is not None:
-            keep_remainder(memory, names, sent, means)
         # All of it was sent: what an earlier step has sent no longer shows how much was not.
         for name in names if drops else ():
             memory[SENT].pop(name, None)
