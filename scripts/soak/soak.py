@@ -31,12 +31,13 @@ import thinwire
 from by_hand import said_if_interrupted
 from processes import Setting, run_fresh
 from thinwire import CommunicationError, PowerSGD
-from thinwire.testing import Fault, InjectedError, Kind, fail_at, faults, random_faults
+from thinwire.testing import Fault, InjectedError, Kind, fail_at, faults
 from thinwire.testing.faults import RESTART_COUNT
 
 BATCH, CONTEXT = 4, 8
 TIMEOUT_SECONDS = 3.0
 SAY_EVERY_SECONDS = 10.0
+PASSING: tuple[Kind, ...] = ("non-finite", "stall", "slow")  # those that need no restart
 LOSSES: tuple[Kind, ...] = ("kill", "raise", "stall")  # those that need a restart
 
 
@@ -81,9 +82,12 @@ class Soak:
 
     def schedule(self) -> list[Fault]:
         """Faults that pass, and one loss of a process for each incarnation but the last."""
-        passing = random_faults(
-            self.seed, num_faults=self.num_faults, processes=self.processes, steps=self.steps
-        )
+        draw = random.Random(self.seed)
+        passing = []
+        for step in sorted(draw.sample(range(self.steps), self.num_faults)):
+            kind = draw.choice(PASSING)
+            seconds = None if kind == "non-finite" else 0.05
+            passing.append(fail_at(draw.randrange(self.processes), step, kind, seconds=seconds, restart=None))
         draw = random.Random(self.seed + 1)
         losses = []
         lost_at = sorted(draw.sample(range(self.steps // 20, self.steps), self.num_losses))

@@ -114,6 +114,7 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)  # the CPU may be asked
     specs = buckets()[0]
+    dispatch.name_of_results("products", torch.device("cpu"))  # read once a process, of tensors with values
 
     def train(*, host_check: HostCheck) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):

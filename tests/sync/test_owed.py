@@ -152,15 +152,25 @@ def test_no_bucket_is_ever_inflated(dtype: torch.dtype, ratio: float) -> None:
         assert plan.message_bytes <= plan.gradient_bytes
 
 
-def test_what_is_unpaid_on_one_worker_only_is_remembered_by_all() -> None:
-    """What a worker owes decides the type and length of messages: all must owe the same parameters."""
+@pytest.mark.parametrize("owes", [90_000.0, 180_000.0], ids=["the mean fits fp16", "it does not"])
+@pytest.mark.parametrize(("name", "algorithm"), [("weight", AllReduce()), ("bias", POWER)], ids=str)
+def test_what_one_worker_owes_stays_with_all_or_none(name: str, algorithm: Algorithm, owes: float) -> None:
+    """What is owed decides the type of messages: all must owe the same parameters."""
     simulation = owing(torch.float16, 0.0)
-    simulation.engines[0].state.memory[ERROR]["weight"] += 90_000.0  # beyond fp16
-    before = owed(simulation)
-    switch(simulation, AllReduce())
-    paid = pay(simulation, torch.float16, 1)
-    assert [set(engine.state.memory[ERROR]) for engine in simulation.engines] == [{"weight"}, {"weight"}]
-    assert not simulation.engines[1].state.memory[ERROR]["weight"].any()
-    paid += pay(simulation, torch.float16, 1)
-    assert [set(engine.state.memory[ERROR]) for engine in simulation.engines] == [set(), set()]
-    torch.testing.assert_close(paid, before, rtol=1e-3, atol=0.1)
+    memories = [engine.state.memory[ERROR] for engine in simulation.engines]
+    for memory in memories:
+        memory.setdefault(name, torch.zeros(40))
+    memories[0][name] += owes
+    switch(simulation, algorithm)
+    left = owes / 2
+    while left:
+        gradients = [[torch.zeros(1240, dtype=torch.float16)] for _ in range(2)]
+        assert simulation.step(gradients)
+        of_name = dict(zip(["weight", "bias"], gradients[0][0].split_with_sizes([1200, 40]), strict=True))[
+            name
+        ]
+        paid = min(left, 65504.0)
+        left -= paid
+        torch.testing.assert_close(of_name, torch.full_like(of_name, paid), rtol=1e-3, atol=1.0)
+        assert [name in memory for memory in memories] == [left > 0] * 2
+        assert not left or torch.equal(memories[0][name], memories[1][name])

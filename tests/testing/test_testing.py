@@ -13,7 +13,7 @@ from processes import in_each_process
 from test_lost_peers import by_hook, by_optimizer_step
 from thinwire import ConfigError, PowerSGD
 from thinwire.simulation import Simulation
-from thinwire.testing import InjectedError, fail_at, faults, random_faults
+from thinwire.testing import InjectedError, fail_at, faults
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -71,22 +71,12 @@ def test_faults_that_need_no_restart_on_real_processes(adapter: Any) -> None:
     assert sync.stats().compression_ratio > 4
 
 
-def test_a_random_schedule_is_its_seeds() -> None:
-    drawn = random_faults(7, num_faults=40, processes=4, steps=100)
-    assert drawn == random_faults(7, num_faults=40, processes=4, steps=100)
-    assert drawn != random_faults(8, num_faults=40, processes=4, steps=100)
-    assert len({fault.step for fault in drawn}) == 40
-    assert {fault.kind for fault in drawn} == {"non-finite", "stall", "slow"}
-    assert {fault.process for fault in drawn} == {0, 1, 2, 3}
-
-
 BAD: dict[str, tuple[Any, str]] = {
     "process": (lambda: fail_at(-1, 0, "kill"), "process.*-1"),
     "step": (lambda: fail_at(0, 1.5, "kill"), "step.*1.5"),  # type: ignore[arg-type]
     "kind": (lambda: fail_at(0, 0, "explode"), "kind must be one of non-finite, kill, stall.*'explode'"),  # type: ignore[arg-type]
     "slow without seconds": (lambda: fail_at(0, 0, "slow"), "'slow' needs seconds.*got None"),
     "kill with seconds": (lambda: fail_at(0, 0, "kill", seconds=1), "got 1 for 'kill'"),
-    "too many": (lambda: random_faults(0, num_faults=9, processes=1, steps=8), "at most steps, 8, got 9"),
     "nobody": (lambda: open_with([fail_at(1, 0, "raise")]), "process must be below 1, .*got 1"),
     "no fault": (lambda: open_with(["kill"]), "fail_at.*'kill'"),
     "a killed simulation": (lambda: open_with([fail_at(0, 0, "kill")]), "share one process: 'kill'"),

@@ -6,9 +6,8 @@ Feedback Fixes SignSGD" (arXiv 1901.09847).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -30,56 +29,32 @@ def residuals_restored(memory: Memory, names: Collection[str]) -> Iterator[None]
     errors.update(before)
 
 
-class WithResidual(NamedTuple):
-    """Gradients sent uncompressed, with their residual."""
-
-    # Flat; then, if some residual may not fit, one element that says whether any remains on this member.
-    parts: list[torch.Tensor]
-    # The overflow of the types on the way, by parameter; all members have the same names.
-    remainders: dict[str, torch.Tensor]
-
-
 def with_residual(
-    bucket: Bucket,
-    memory: Memory,
-    names: Sequence[str],
-    gradients: Sequence[torch.Tensor],
-    wire_dtype: torch.dtype | None,
-) -> WithResidual:
-    """Return gradients of a bucket, each plus its residual, to be sent uncompressed."""
-    errors, dtype, scale = memory[ERROR], bucket.flat.dtype, bucket.loss_scale
-    limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
-    is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
-    sent = WithResidual([], {})
+    bucket: Bucket, memory: Memory, names: Sequence[str], gradients: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return gradients of a bucket plus their residuals, in the residuals' dtype, to be sent uncompressed."""
+    errors, dtype, scale = memory[ERROR], bucket.specs[0].memory_dtype, bucket.loss_scale
+    sums = []
     for name, gradient in zip(names, gradients, strict=True):
-        error = errors.get(name)
+        wide, error = gradient.to(dtype), errors.get(name)
         if error is not None:
-            fitting = residual = error if scale is None else error * scale
-            if is_narrow:
-                # Add only as much residual as keeps the sum finite in this type. A step with an infinite sum
-                # would be skipped, and so would every later one: the residual would never be sent. A gradient
-                # that is not finite itself stays so.
-                headroom = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
-                fitting = residual.clamp(-headroom, headroom)
-                remainder = residual - fitting
-                # Even if it is zero: the names must be the same on all members, but the amounts differ.
-                sent.remainders[name] = remainder if scale is None else remainder / scale
-            sent.parts.append(gradient + fitting)
-        else:
-            sent.parts.append(gradient)
-    if sent.remainders:
-        # The mean of this shows every member whether any keeps a remainder: all must keep one, or none.
-        remains = torch.stack([remainder.any() for remainder in sent.remainders.values()]).any()
-        sent.parts.append(remains.to(dtype).view(1))
-    return sent
+            wide = wide + (error if scale is None else error * scale)
+        sums.append(wide)
+    return sums
 
 
-def keep_remainder(
-    memory: Memory, names: Iterable[str], sent: WithResidual, means: Sequence[torch.Tensor] | torch.Tensor
-) -> None:
-    """Drop the residuals that were sent, except for what did not fit."""
-    errors = memory[ERROR]
+def keep_excess(
+    bucket: Bucket, memory: Memory, names: Sequence[str], means: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Drop the residuals that were sent; return what gradients can hold of the means, and keep the excess."""
+    errors, scale, limit = memory[ERROR], bucket.loss_scale, torch.finfo(bucket.flat.dtype).max
     for name in names:
         errors.pop(name, None)
-    if sent.remainders and means[-1].any():
-        errors.update(sent.remainders)
+    if means[0].dtype == bucket.flat.dtype:
+        return list(means)
+    fitting = [mean.clamp(-limit, limit) for mean in means]
+    excess = torch._foreach_sub(list(means), fitting)
+    # The same on all members, as the means are: it decides who has a residual.
+    if torch.stack([part.any() for part in excess]).any():
+        errors.update(zip(names, excess if scale is None else torch._foreach_div(excess, scale), strict=True))
+    return fitting

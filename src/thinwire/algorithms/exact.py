@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
-from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
+from thinwire.algorithms.error_feedback import ERROR, keep_excess, with_residual
 from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
@@ -69,25 +69,20 @@ def average_uncompressed(
     always_checks: bool = False,
 ) -> Requests:
     """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
-    # The same on all members, as their residuals have the same names: it decides the message's length.
+    # The same on all members, as their residuals have the same names: it decides the message's dtype.
     residuals = memory.slots.get(ERROR) if memory.slots else None
-    has_residual = residuals is not None and not residuals.keys().isdisjoint(names)
-    message = bucket.flat
-    if has_residual:
-        sent = with_residual(bucket, memory, names, bucket.gradients, wire_dtype)
-        message = torch.cat(sent.parts)
-    mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
-    # Without a residual the bucket is averaged in place.
+    if residuals is not None and not residuals.keys().isdisjoint(names):
+        mean = yield Mean(torch.cat(with_residual(bucket, memory, names, bucket.gradients)))
+        yield Commit(AllFinite((mean,)))
+        bucket.flat.copy_(torch.cat(keep_excess(bucket, memory, names, bucket.split(mean))))
+        return
+    mean = yield Mean(bucket.flat if wire_dtype is None else bucket.flat.to(wire_dtype))
     if mean is not bucket.flat:
-        bucket.flat.copy_(mean[: len(bucket.flat)])
+        bucket.flat.copy_(mean)
     # Check the gradients, not the mean, whose dtype may be wider: infinite values of either show in them.
-    is_healthy = yield Commit(
-        AllFinite((bucket.flat,)), writes=has_residual or always_checks, commits_on_device=not has_residual
-    )
+    is_healthy = yield Commit(AllFinite((bucket.flat,)), writes=always_checks, commits_on_device=True)
     if is_healthy is not None:
         bucket.flat.masked_fill_(~is_healthy, torch.nan)
-    if has_residual:
-        keep_remainder(memory, names, sent, mean)
 
 
 WireDtype: TypeAlias = Literal["fp16", "bf16", "float16", "bfloat16"] | torch.dtype

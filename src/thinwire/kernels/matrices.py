@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from thinwire.tensors import accelerators
-
 # A row is dependent on earlier rows if the squared sine of its angle to their span is below this. fp32 noise
 # in a dependent row is about 1e-14. Many nearly dependent rows amplify float64's rounding in the
 # coefficients; a second pass, over nearly orthonormal rows, removes what the first one left.
@@ -108,51 +106,15 @@ class Rows:
     out: torch.Tensor | None = None  # as in `MatmulBatch`
 
 
-def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return copies of flat gradients in a wider dtype, on accelerators all in one tensor."""
-    if not gradients or gradients[0].dtype == dtype:
-        return list(gradients)
-    if not accelerators.is_accelerator(gradients[0].device):
-        return [gradient.to(dtype) for gradient in gradients]
-    sizes = [gradient.numel() for gradient in gradients]
-    wide = gradients[0].new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
-    torch._foreach_copy_(list(wide), list(gradients))
-    return list(wide)
-
-
-def round_all_into(
-    items: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+def round_into(
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    error: torch.Tensor | None,
     loss_scale: torch.Tensor | None,
     is_healthy: torch.Tensor | None = None,
 ) -> None:
-    """Apply `round_into` to many gradients: on accelerators with one launch per operation for all."""
-    if not items or not accelerators.is_accelerator(items[0][0].device):
-        for item in items:
-            round_into(*item, loss_scale)
-        return
-    rounded, means = [item[0] for item in items], [item[1] for item in items]
-    # Clamp to the range: the excess stays in the residual; an infinite gradient would be lost.
-    limit = min(torch.finfo(rounded[0].dtype).max, torch.finfo(means[0].dtype).max)
-    # Round first and then clamp, to clamp a mean that rounds up to infinity as well.
-    torch._foreach_copy_(rounded, means)
-    torch._foreach_clamp_max_(rounded, limit)
-    torch._foreach_clamp_min_(rounded, -limit)
-    errors = [item[2] for item in items if item[2] is not None]
-    if errors:
-        torch._foreach_sub_(means, widened(rounded, means[0].dtype))
-        if loss_scale is not None:
-            torch._foreach_div_(means, loss_scale)
-        if is_healthy is not None:
-            for mean in means:
-                # Fill, don't multiply by zero: a NaN would stay and spoil the residual.
-                mean.masked_fill_(~is_healthy, 0.0)
-        torch._foreach_add_(errors, means)
-
-
-def round_into(
-    gradient: torch.Tensor, mean: torch.Tensor, error: torch.Tensor | None, loss_scale: torch.Tensor | None
-) -> None:
     """Store the mean in a gradient of another dtype; add what that can't hold to the residual."""
+    # Clamp to the range: the excess stays in the residual; an infinite gradient would be lost.
     limit = min(torch.finfo(gradient.dtype).max, torch.finfo(mean.dtype).max)
     together = ROUNDED_ELEMENTS if mean.device.type == "cpu" else max(1, len(mean))
     for start in range(0, len(mean), together):
@@ -160,4 +122,7 @@ def round_into(
         gradient[some] = mean[some].clamp(-limit, limit)
         if error is not None:
             lost = mean[some] - gradient[some].to(mean.dtype)
-            error[some] += lost if loss_scale is None else lost.div_(loss_scale)
+            if loss_scale is not None:
+                lost.div_(loss_scale)
+            # Select, don't multiply by zero: a NaN would stay and spoil the residual.
+            error[some] += lost if is_healthy is None else torch.where(is_healthy, lost, 0)

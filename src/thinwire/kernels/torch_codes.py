@@ -166,12 +166,9 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
     else:
         # From values relative to the largest: squares of the numbers themselves could overflow.
         shares = magnitudes * torch.where(largest < tiny, 0, 1 / largest)[:, None]
-        if codebook.statistic == "mean magnitude":
-            scales = (largest * (shares.sum(1) / lengths)).bfloat16()
-        else:
-            least, most = codebook.reach
-            root = (shares.square().sum(1) / lengths).sqrt()
-            scales = (largest * root.clamp(1 / most, 1 / least)).bfloat16()
+        least, most = codebook.reach
+        root = (shares.square().sum(1) / lengths).sqrt()
+        scales = (largest * root.clamp(1 / most, 1 / least)).bfloat16()
     return _usable(scales)
 
 

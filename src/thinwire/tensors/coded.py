@@ -79,7 +79,7 @@ def merges(bits: int) -> list[tuple[int, int, int]]:
     return steps
 
 
-Statistic: TypeAlias = Literal["largest", "least squares", "mean magnitude"]
+Statistic: TypeAlias = Literal["largest", "least squares"]
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,15 @@ def _linear(bits: int) -> Codebook:
 # 3 bits, 5 to 11 % less in 2. It loses nothing if all magnitudes are equal, which both rounds would otherwise
 # make 2.3 times as large. The result is then a projection: for any block, the error is smaller than the
 # value, and no residual grows. This holds after the second round too: due to `reach`, the largest element has
-# the last level, and then no level is raised by twice as much as another.
+# the last level, and then no level is raised by twice as much as another. In 1 bit the scale that fits is the
+# mean magnitude, whatever the scale was when codes were chosen.
 CODEBOOKS: Mapping[int, Codebook] = MappingProxyType(
     {
         **{bits: _linear(bits) for bits in (8, 6, 5)},
         4: Codebook(4, _symmetric(*(float(k * (112 + k * k)) for k in range(8))), "largest", cubic=112),
         3: Codebook(3, _symmetric(0.245094, 0.756005, 1.343909, 2.151946), "least squares", reach=(1.8, 4.0)),
         2: Codebook(2, _symmetric(0.452780, 1.510418), "least squares", reach=(1.8, 3.2)),
-        1: Codebook(1, (-1.0, 1.0), "mean magnitude"),
+        1: Codebook(1, (-1.0, 1.0), "least squares", reach=(2.0, 4.0)),
     }
 )
 """Codebooks by bits."""

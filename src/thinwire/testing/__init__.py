@@ -11,7 +11,7 @@ of gradients is sent, by DDP's hook, `thinwire.powersgd` or `LocalSGD`.
 from thinwire.comm.in_process import InProcessTransport, run_members
 from thinwire.comm.metered import Note, Recording
 from thinwire.simulation import Simulation
-from thinwire.testing.faults import Fault, InjectedError, Kind, Synced, fail_at, faults, random_faults
+from thinwire.testing.faults import Fault, InjectedError, Kind, Synced, fail_at, faults
 
 __all__ = [
     "Fault",
@@ -24,6 +24,5 @@ __all__ = [
     "Synced",
     "fail_at",
     "faults",
-    "random_faults",
     "run_members",
 ]

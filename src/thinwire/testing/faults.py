@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import time
@@ -20,10 +19,9 @@ from thinwire.comm.metered import Wrapped
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine, GradientSync, Synced, engine_of
 
-__all__ = ["Fault", "InjectedError", "Kind", "Synced", "fail_at", "faults", "random_faults"]
+__all__ = ["Fault", "InjectedError", "Kind", "Synced", "fail_at", "faults"]
 
 Kind = Literal["non-finite", "kill", "stall", "raise", "slow"]
-RECOVERABLE: tuple[Kind, ...] = ("non-finite", "stall", "slow")
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -73,35 +71,6 @@ class Fault:
 
 
 fail_at = Fault  # reads better in a schedule
-
-
-def random_faults(
-    seed: int,
-    *,
-    num_faults: int,
-    processes: int,
-    steps: int,
-    kinds: Sequence[Kind] = RECOVERABLE,
-    seconds: float = 0.05,
-) -> list[Fault]:
-    """Return a random schedule with at most one fault per step; equal seeds give equal schedules.
-
-    Faults strike in every restart of a job, in steps 0 to `steps`, exclusive; for `seconds` if slow or
-    stalled. By default they are of the kinds that need no restart.
-    """
-    if whole_number("num_faults", num_faults, minimum=0) > whole_number("steps", steps, minimum=0):
-        raise ConfigError(f"num_faults must be at most steps, {steps}, got {num_faults}")
-    whole_number("processes", processes, minimum=1)
-    if not kinds:
-        raise ConfigError(f"kinds must name at least one of {', '.join(get_args(Kind))}")
-    # A separate generator, so that the script draws the same numbers with faults as without.
-    draw = random.Random(seed)
-    drawn = []
-    for step in sorted(draw.sample(range(steps), num_faults)):
-        kind = draw.choice(kinds)
-        timed = seconds if kind in ("slow", "stall") else None
-        drawn.append(fail_at(draw.randrange(processes), step, kind, seconds=timed, restart=None))
-    return drawn
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from thinwire.algorithms.base import Memory, Slot
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
 from thinwire.algorithms.requests import Jointly, Mean, RunPart
 from thinwire.kernels.backend import Kernels
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows, widened
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Rows
 from thinwire.tensors import accelerators
 
 # Added to the seed in each step: larger than the difference of any seeds a user would choose.
@@ -220,8 +220,11 @@ class FactorMessages:
         """
         like, whole = factors[0], [] if self.received else self._whole
         sent = factors if self.dtype != torch.float16 else list(map(clamped, factors))
-        if whole and accelerators.is_accelerator(like.device):
-            whole = widened(whole, like.dtype)  # torch concatenates mixed dtypes one by one
+        sizes = list(map(torch.numel, whole))
+        if whole and whole[0].dtype != like.dtype:
+            wide = like.new_empty(sum(sizes)).split_with_sizes(sizes)
+            torch._foreach_copy_(list(wide), list(whole))  # torch concatenates mixed dtypes one by one
+            whole = wide
         kind = like.device, like.dtype, self.dtype
         (message,) = yield Jointly(all_packed, [(self, [*sent, *whole])], kind)
         own = factors
@@ -230,7 +233,6 @@ class FactorMessages:
             own = unpacked(message, factors)
         mean = yield Mean(message)
         if whole:
-            sizes = list(map(torch.numel, whole))
             self.whole_means = mean[len(mean) - sum(sizes) :].split_with_sizes(sizes)
         self.received.append(mean)
         return own, unpacked(mean, factors)

@@ -11,7 +11,7 @@ import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.exact import average_uncompressed, wire_dtype_of
+from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import resized
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
@@ -56,8 +56,7 @@ class LowRankPlan(BucketPlan):
         if self.compressed and memory.step >= self.config.warmup_steps and not must_send:
             yield from self.compress(bucket, memory)
             return
-        # None, not the gradients' own: with a residual, 16-bit gradients are sent in its wider type.
-        wire_dtype = None if self.config.wire_dtype is None else wire_dtype_of(self.config.wire_dtype)
+        wire_dtype = self.config.uncompressed_dtype(bucket.flat.dtype)
         yield from average_uncompressed(self.names, bucket, memory, wire_dtype, always_checks=True)
         # All was sent: what an earlier step has sent no longer shows how much was not.
         for label in self.labels:

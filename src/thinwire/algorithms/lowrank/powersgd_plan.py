@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from thinwire.algorithms.base import Bucket, Memory, Slot
-from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
+from thinwire.algorithms.error_feedback import ERROR, keep_excess, with_residual
 from thinwire.algorithms.lowrank.factors import (
     BucketMatrices,
     FactorMessages,
@@ -30,8 +30,7 @@ from thinwire.kernels.matrices import (
     Reconstruction,
     Terms,
     Write,
-    round_all_into,
-    widened,
+    round_into,
 )
 from thinwire.kernels.torch_kernels import subtract_own
 from thinwire.tensors import accelerators
@@ -92,9 +91,11 @@ class PowerSGDPlan(LowRankPlan):
         M = self._bind(bucket, gradients, memory)  # 1
         try:
             has_residual = not memory[ERROR].keys().isdisjoint(names)
-            dtype = self.message_dtype
-            sent = with_residual(bucket, memory, [*names], whole, dtype) if has_residual else None
-            messages = FactorMessages(dtype, self.workspace, whole if sent is None else sent.parts)
+            if has_residual:
+                sums = with_residual(bucket, memory, [*names], whole)
+                messages = FactorMessages(self.memory_dtype, self.workspace, sums)
+            else:
+                messages = FactorMessages(self.message_dtype, self.workspace, whole)
 
             # The number of committed projections, the same on all members and kept in a saved state. If
             # `alternating`, its parity gives the side that the factor in memory belongs to.
@@ -115,8 +116,10 @@ class PowerSGDPlan(LowRankPlan):
         finally:
             for group in M.groups:
                 group.matrices = ()  # they would keep an unused bucket alive
-        means = messages.whole_means  # the last one says whether any residual remains, if some may not fit
-        writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=False)]
+        means = messages.whole_means
+        if has_residual:
+            means = keep_excess(bucket, memory, [*names], means)
+        writes = [Write(part, mean, False, is_healthy) for part, mean in zip(whole, means, strict=True)]
         # After the reconstruction, which reads the basis that the step started from.
         writes += self._writes(memory, M, new, start, is_healthy)
         if accelerators.is_accelerator(M.device):
@@ -124,8 +127,6 @@ class PowerSGDPlan(LowRankPlan):
             yield Jointly(M.kernels.write, writes, M.device)
         elif writes:
             torch._foreach_copy_([write.target for write in writes], [write.healthy for write in writes])
-        if sent is not None:
-            keep_remainder(memory, names, sent, means)
         # All of it was sent: what an earlier step has sent no longer shows how much was not.
         for name in names if drops else ():
             memory[SENT].pop(name, None)
@@ -184,11 +185,10 @@ class PowerSGDPlan(LowRankPlan):
             M = self._new_binding(flat, key, errors)
         M.loss_scale = bucket.loss_scale
         self.workspace.M = M if M.wide is None else None  # copies have new addresses in each step
+        if M.wide is not None:
+            gradients = flat.to(M.wide).split_with_sizes(self.sizes)
         for group, ((shape, _), indices) in zip(M.groups, self.shape_groups.items(), strict=True):
-            matrices = [gradients[index] for index in indices]
-            if M.wide is not None:
-                matrices = widened(matrices, M.wide)
-            group.matrices = [matrix.view(shape) for matrix in matrices]
+            group.matrices = [gradients[index].view(shape) for index in indices]
         return M
 
     def _new_binding(
@@ -237,12 +237,10 @@ class PowerSGDPlan(LowRankPlan):
         if M.wide is None:
             return
         # The rounding errors of wide copies are added to the residual too.
-        copied = [
-            (gradients[index], matrix.view(-1), None if item.errors is None else remains[name])
-            for item, indices in zip(items, self.shape_groups.values(), strict=True)
-            for index, name, matrix in zip(indices, item.group.labels, item.group.matrices, strict=True)
-        ]
-        round_all_into(copied, bucket.loss_scale, is_healthy)
+        for item, indices in zip(items, self.shape_groups.values(), strict=True):
+            for index, name, matrix in zip(indices, item.group.labels, item.group.matrices, strict=True):
+                error = None if item.errors is None else remains[name]
+                round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale, is_healthy)
 
     def _new_state(self, memory: Memory, M: BucketMatrices, terms: Sequence[Terms]) -> RunPart[NewState]:
         """Return the state to keep after the commit, in units of the unscaled loss."""

@@ -200,7 +200,7 @@ def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts,
 def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) -> None:
     """Write codes and scales of the blocks of some numbers; the last block may be short."""
     block, bits = layout.block, layout.bits
-    is_fitted = 1 < bits < 4
+    is_fitted = bits < 4
     together = max(1, TOGETHER // block) * block
     for begin in range(0, length, together):
         end, at = min(begin + together, length), scales
@@ -296,12 +296,11 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
         tile = load_tile(numbers + FLOAT_BYTES * first)
         most_of = larger(most_of, tile)
         if bits < 4:
-            sizes = magnitudes(tile)
-            sums = add_products(sums, sizes, spread(splat(one)) if bits == 1 else sizes)
+            sums = add_products(sums, tile, tile)
     for first in range(wide, length, WIDTH):
         part = load(numbers + FLOAT_BYTES * first, first_lanes(min(WIDTH, length - first)))
         most_of = larger(most_of, part)
-        sums = sums + (magnitudes(part) if bits == 1 else part * part)
+        sums = sums + part * part
     most = largest(most_of)
     if bits >= 4:
         return _rounded(most / np.float32(layout.last), True)
@@ -314,11 +313,8 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
         for first in range(0, length, WIDTH):
             mask = first_lanes(min(WIDTH, length - first))
             part = splat(inverse) * load(numbers + FLOAT_BYTES * first, mask)
-            sums = sums + (magnitudes(part) if bits == 1 else part * part)
-    mean = total(sums) / np.float32(length)
-    if bits == 1:
-        return _rounded(unit * mean, False)
-    root = unit * np.float32(math.sqrt(mean))
+            sums = sums + part * part
+    root = unit * np.float32(math.sqrt(total(sums) / np.float32(length)))
     low, high = most / np.float32(layout.reach[1]), most / np.float32(layout.reach[0])
     # Not `min` and `max`, which might ignore NaN.
     return _rounded(low if root < low else high if root > high else root, False)

@@ -122,11 +122,8 @@ def _scale_bits(
         # From values relative to the largest: squares of the numbers themselves could overflow.
         one = tl.full(largest.shape, 1.0, tl.float32)
         shares = tl.abs(x) * tl.where(largest < TINY, 0.0, tl.div_rn(one, largest))[None, :]
-        if STATISTIC == "mean magnitude":
-            bits = _bf16_bits(largest * tl.div_rn(_sums(shares, OUTER, ROWS, INNER), lengths))
-        else:
-            root = tl.sqrt_rn(tl.div_rn(_sums(shares * shares, OUTER, ROWS, INNER), lengths))
-            bits = _bf16_bits(largest * tl.minimum(tl.maximum(root, 1 / MOST), 1 / LEAST))
+        root = tl.sqrt_rn(tl.div_rn(_sums(shares * shares, OUTER, ROWS, INNER), lengths))
+        bits = _bf16_bits(largest * tl.minimum(tl.maximum(root, 1 / MOST), 1 / LEAST))
     return tl.where(top > 0x7F800000, 0x7FC0, _usable_bits(bits))
 
 
