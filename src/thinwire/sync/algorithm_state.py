@@ -27,7 +27,6 @@ from thinwire.sync.state import (
     pack,
     tensors_to_save,
 )
-from thinwire.tensors import accelerators
 
 # Bytes averaged in one message, unless a single tensor is larger.
 MEAN_BYTES = 64 << 20
@@ -144,9 +143,7 @@ class AlgorithmState:
 
     def error_norm(self) -> float:
         """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""
-        errors = [
-            error.to(accelerators.widest_dtype(error.device)).norm() for error in self.memory[ERROR].values()
-        ]
+        errors = [error.double().norm() for error in self.memory[ERROR].values()]
         return float(torch.stack(errors).norm()) if errors else 0.0
 
     def memory_bytes(self) -> int:
