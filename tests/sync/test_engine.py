@@ -120,6 +120,23 @@ def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next(fails: bo
     assert engine.reporter.stats().steps == 2
 
 
+def test_which_parameters_were_used_is_waited_for_before_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after a step whose first round has failed."""
+    transport, flags = noting(), Mock()
+    engine = Engine(PowerSGD(matrix_rank=2), transport)
+    monkeypatch.setattr(engine, "send_used", lambda used: (flags, used))
+    failing, (flat, *_) = engine.begin(), random_gradients(buckets(), num_workers=1, seed=0)[0]
+    failing.start(engine.open(buckets()[0], flat.device), flat)
+    transport.fail_at = 0
+    with pytest.raises(CommunicationError, match="the peer has gone"):
+        failing.finish(torch.ones(len(buckets()[0])) > 0)
+    assert not flags.wait.called
+    engine.begin()
+    assert flags.wait.called
+
+
 def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(PowerSGD(matrix_rank=2), noting())
     bucket = engine.open(buckets()[0], torch.device("cpu"))
@@ -239,7 +256,11 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
         if saved:
             GradientSync(engine).load_state_dict(saved)
             flats[1][600:] = 0
-        assert engine.average(zip(layout, flats, strict=True))
+        used, step = flats[1][600:].any(), engine.begin()
+        assert step.finds_unused
+        for specs, gradients in zip(layout, flats, strict=True):
+            step.start(engine.buckets.bucket(specs), gradients)
+        assert step.finish(torch.tensor([True, True, used]))
         saved, before = engine.state_dict(), saved
     assert (flats[1][600:] == 0).all()
     assert dict(saved["error"])["unused"].norm() > 0

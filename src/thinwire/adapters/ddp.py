@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import torch_private
 from thinwire.adapters import ddp_model, setup
-from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.algorithms import Algorithm, AllReduce, Bucket
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.plan import ParameterSpec
@@ -113,6 +113,7 @@ class DDPAdapter:
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         self._watched_pass = -1
         self._used: ddp_model.Used | None = None
+        self._flags: list[torch.Tensor] = []  # for each bucket of the step, which parameters were used
         # Gradients that may have to be restored after the step: name, part of the bucket, copy.
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
@@ -144,7 +145,14 @@ class DDPAdapter:
                     if self._used is not None:
                         used = self._used.of(bucket.parameters(), is_pass=current != -1)
                         self._copy_unused(bucket, state.specs, used)
-                    step.start(state, flat, used)
+                    if step.finds_unused:
+                        # Before the bucket is started, which may overwrite the gradients.
+                        self._flags.append(
+                            ddp_model.nonzero(Bucket(state.specs, flat).gradients)
+                            if used is None
+                            else torch.tensor(used, device="cpu")
+                        )
+                    step.start(state, flat)
                 self._waiting.append((future, flat))
                 is_last = bucket.is_last() if graph is None else graph.is_last(bucket)
                 if is_last:
@@ -165,7 +173,7 @@ class DDPAdapter:
             setup.refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
         if self._static_graph is not None:
             self._static_graph.num_taken = 0
-        self._step = self.engine.begin(pipelined=True)
+        self._step, self._flags = self.engine.begin(pipelined=True), []
         return self._step
 
     def _finish(self, step: Step, *, is_pass: bool) -> None:
@@ -174,7 +182,8 @@ class DDPAdapter:
         for parameter, name in self._buckets.outside.items():
             if parameter.requires_grad:
                 raise ddp_model.unaveraged(name)
-        if not step.finish():
+        used = [flags.to(self._flags[0].device) for flags in self._flags]
+        if not step.finish(torch.cat(used) if used else None):
             self._report_nonfinite()
         for name, gradient, before in self._copies:
             if name in step.unused:

@@ -21,6 +21,7 @@ from thinwire.algorithms import Bucket
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
 from thinwire.sync.partition import Specs
+from thinwire.tensors import accelerators
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
 
 # Prefixes that torch's module wrappers add to parameter names.
@@ -45,6 +46,8 @@ CONVERTED = (
     "the model was converted (to another type, device or memory format) after DDP was built, so DDP loses or "
     "mixes up its gradients; convert first, then build a new DDP model and attach it"
 )
+
+GLANCE = 64  # elements
 
 # Parameters and their models.
 
@@ -128,6 +131,15 @@ class Used:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+def nonzero(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return for each flat gradient whether it has a nonzero element; on an accelerator, not read back."""
+    if accelerators.is_accelerator(gradients[0].device):
+        # The sum of magnitudes, since empty tensors have no maximum.
+        return torch.stack(list(torch._foreach_norm(list(gradients), 1))) != 0
+    # A nonzero gradient mostly shows in its first elements.
+    return torch.tensor([bool(one[:GLANCE].any() or one.any()) for one in gradients], device="cpu")
 
 
 def num_trained(parameters: Iterable[torch.Tensor]) -> int:
