@@ -41,7 +41,7 @@ class Engine:
         self,
         algorithm: Algorithm,
         transport: Transport,
-        specs: Iterable[ParameterSpec] = (),
+        specs: Iterable[ParameterSpec],
         settings: Settings = Settings(),  # noqa: B008 - frozen
         *,
         clock: StepClock | None = None,
@@ -253,20 +253,16 @@ class Engine:
         loaded = read_state(state, self.algorithm.slots)
         if loaded.position is not None:
             check_position(loaded.position, position)
-        if self.state.all_known:
-            specs = self.state.specs if whole is None or loaded.position is not None else whole
-            check_model(loaded, specs, strict=strict)
+        specs = self.state.specs if whole is None or loaded.position is not None else whole
+        check_model(loaded, specs, strict=strict)
         return loaded
 
     def load(self, loaded: SavedState) -> None:
-        """Load the result of `check_state_dict`, or a part of it.
-
-        If the parameters are not known yet, the first step checks that it belongs to this model.
-        """
+        """Load the result of `check_state_dict`, or a part of it."""
         self.state.load(loaded)
         self.reporter.forget_errors()  # they belong to a step that this memory has not seen
         self.buckets.close_all()
-        for plan in self.buckets.plans if self.state.all_known else ():
+        for plan in self.buckets.plans:
             warning = plan.on_state_loaded(self.state.memory)
             if warning:
                 warnings.warn(warning, stacklevel=3)

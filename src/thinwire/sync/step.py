@@ -15,7 +15,6 @@ from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
 from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, profiler_range
-from thinwire.sync.state import check_model
 from thinwire.sync.streams import refuse_capture
 from thinwire.sync.weights import Share, Weights, multiply
 from thinwire.tensors import accelerators
@@ -187,12 +186,6 @@ class Step:
         if waiting:
             # Compare processes once for all new buckets.
             self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
-        state = self._state
-        if state.unchecked is not None:
-            # If parameters become known bucket by bucket, the state of a different model can't be refused
-            # earlier. Nothing has been written yet.
-            check_model(state.unchecked, state.specs, by_position=True)
-            state.unchecked = None
         for bucket in waiting:
             self._send(bucket)
         if self._reducing:
