@@ -147,7 +147,8 @@ class DDPAdapter:
                     if setup.contributor_scales:
                         setup.divide_by_contributors(bucket.parameters(), flat, self.engine.transport.size)
                     step = step or self._begin(bucket)
-                    self._note_used(step, bucket, state.specs, is_pass=current != -1)
+                    if step.finds_unused or self._used is not None:
+                        self._note_used(step, bucket, state.specs, is_pass=current != -1)
                     step.start(state, flat)
                 self._waiting.append((future, flat))
                 is_last = bucket.is_last() if graph is None else graph.is_last(bucket)
@@ -177,8 +178,8 @@ class DDPAdapter:
         for parameter, name in self._buckets.outside.items():
             if parameter.requires_grad:
                 raise ddp_model.unaveraged(name)
-        used = [flags.to(self._flags[0].device) for flags in self._flags]
-        if not step.finish(torch.cat(used) if used else None):
+        used = torch.cat([flags.to(self._flags[0].device) for flags in self._flags]) if self._flags else None
+        if not step.finish(used):
             self._report_nonfinite()
         for name, gradient, before in self._copies:
             if name in step.unused:
