@@ -10,6 +10,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -141,8 +142,8 @@ def measured(case: str, copied_bytes_per_second: float) -> tuple[list[str], list
     algorithm, shapes, dtype = CASES[case]
     buckets = buckets_of(shapes, dtype)
     flats = [torch.randn(sum(spec.numel for spec in each), device="cuda").to(dtype) for each in buckets]
-    settings = Settings(host_check="auto")
-    engine = Engine(algorithm, InProcessTransport.group(1)[0], settings=settings)
+    specs, settings = chain.from_iterable(buckets), Settings(host_check="auto")
+    engine = Engine(algorithm, InProcessTransport.group(1)[0], specs, settings)
     lanes = [engine.open(each, flats[0].device) for each in buckets]
 
     def step() -> tuple[float, float, float]:

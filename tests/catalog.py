@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -83,6 +84,11 @@ ENTRIES = [
 
 def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
     return ParameterSpec.of(name, torch.empty(shape, dtype=dtype))
+
+
+def specs_of(layout: Iterable[Iterable[ParameterSpec]]) -> list[ParameterSpec]:
+    """Return the parameters of all buckets."""
+    return [*chain.from_iterable(layout)]
 
 
 def buckets(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:

@@ -174,7 +174,7 @@ def test_what_cannot_be_joined_is_refused_at_once() -> None:
     model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = thinwire.LocalSGD(model.module, optimizer, every_steps=2)
-    loose = thinwire.GradientSync(Engine(AllReduce(), ProcessGroupTransport()))
+    loose = thinwire.GradientSync(Engine(AllReduce(), ProcessGroupTransport(), ()))
     norm = r"throw_on_early_termination=True"
     cases = (("got Linear", nn.Linear(2, 2)), ("not attached", loose), (norm, model), (norm, local))
     joined: Any

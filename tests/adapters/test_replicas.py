@@ -9,32 +9,14 @@ from torch import nn
 
 import thinwire
 from processes import in_each_process
-from thinwire.adapters import replicas
-from thinwire.adapters.replicas import fingerprint
-
-
-def test_one_changed_bit_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every type and layout, in pieces or at once, and two rows that have changed places."""
-    plain = torch.arange(1.0, 25.0).view(4, 6)
-    kinds = [plain, plain.bfloat16(), plain.double(), plain.t(), torch.complex(plain, plain), plain.bool()]
-    for tensor in kinds:
-        before = fingerprint([tensor]).tolist()
-        assert fingerprint([tensor.clone()]).tolist() == before
-        other = tensor.clone()
-        other[2, 3] = 0
-        assert fingerprint([other]).tolist() != before
-        permuted = tensor.clone()
-        permuted[[1, 2]] = tensor[[2, 1]]
-        assert torch.equal(permuted, tensor) or fingerprint([permuted]).tolist() != before
-    assert fingerprint([torch.tensor(0.0)]).tolist() != fingerprint([torch.tensor(-0.0)]).tolist()
-    monkeypatch.setattr(replicas, "WORDS_AT_ONCE", 5)
-    assert fingerprint([plain]).tolist() == fingerprint([plain.clone()]).tolist()
 
 
 @in_each_process(2)
 def test_processes_whose_models_drift_apart_are_told() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
+    # A quantized weight is of a subclass.
+    model.quantized = type("Quantized", (nn.Parameter,), {})(torch.zeros(2, dtype=torch.int8), False)
     thinwire.check_replicas(model)
     if dist.get_rank() == 1:
         with torch.no_grad():

@@ -277,7 +277,7 @@ def test_few_entries_by_triton_are_those_of_pytorch(
     found = []
     for backends in (dispatch.backends, (dispatch.TORCH,)):
         monkeypatch.setattr(dispatch, "backends", backends)
-        engine = Engine(TopK(bits=bits), InProcessTransport.group(1)[0])
+        engine = Engine(TopK(bits=bits), InProcessTransport.group(1)[0], specs)
         draw = torch.Generator("cuda").manual_seed(0)
         for _ in range(3):
             # No two of a chunk have one magnitude: of those any may be sent.
@@ -294,8 +294,8 @@ def test_few_entries_by_triton_are_those_of_pytorch(
 @needs_gpu
 def test_what_does_not_overlap_is_timed_by_events() -> None:
     start = time.perf_counter()
-    engine = Engine(PowerSGD(matrix_rank=2), InProcessTransport.group(1)[0])
     specs = (ParameterSpec.of("weight", torch.empty(400, 300, device="cuda")),)
+    engine = Engine(PowerSGD(matrix_rank=2), InProcessTransport.group(1)[0], specs)
     for _ in range(STEPS):
         engine.average([(specs, torch.randn(400 * 300, device="cuda"))])
     torch.cuda.synchronize()

@@ -44,7 +44,6 @@ class Counting(TorchDispatchMode):
         self.launches: Counter[str] = Counter()  # of kernels, by torch or Triton
         self.waits: Counter[str] = Counter()  # of the host for the device
         self.unordered: list[str] = []  # operations that may not have the same bits every time
-        self.in_float64: list[str] = []  # operations that make what not every accelerator has
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,8 +69,6 @@ class Counting(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         results = list(tensors_in((out,)))
-        if any(tensor.is_meta and tensor.dtype == torch.float64 for tensor in results):
-            self.in_float64.append(name)
         devices = {tensor.device.type for tensor in [*given, *results]}
         if "meta" not in devices:
             return out

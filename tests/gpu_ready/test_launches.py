@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gpu_ready.counting import Alike, by_triton, counted, gpt2_small, on_meta
+from catalog import specs_of
+from gpu_ready.counting import Alike, buckets_of, by_triton, counted, gpt2_small, on_meta
 from kernel_calls import asked
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
@@ -42,9 +43,10 @@ RANK_4 = PowerSGD(matrix_rank=4)
 def test_a_later_step_takes_few_launches_and_waits_once_or_never(
     algorithm: Algorithm, has_triton: bool, host_check: bool, most_launches: int
 ) -> None:
-    engine = Engine(algorithm, Alike(), settings=Settings(host_check=host_check))
+    shapes = GPT2 if has_triton else THREE_LAYERS
+    engine = Engine(algorithm, Alike(), specs_of(buckets_of(shapes)), Settings(host_check=host_check))
     with by_triton() if has_triton else nullcontext():
-        *_, later = counted(engine, GPT2 if has_triton else THREE_LAYERS)
+        *_, later = counted(engine, shapes)
     assert later.launches.total() <= most_launches, later.launches
     assert later.waits.total() == int(host_check), later.waits
     assert engine.reporter.counts().compression_ratio > 1.5
@@ -67,7 +69,8 @@ def test_that_others_count_too_makes_the_host_wait_no_more(who: str, host_check:
     engine = Engine(
         RANK_4,
         others,
-        settings=Settings(host_check=host_check, **settings),
+        specs_of(buckets_of(ONE_LAYER)),
+        Settings(host_check=host_check, **settings),
         machines=Machines(others, Alike()) if who == "a machine" else None,
     )
     *_, later = counted(engine, ONE_LAYER)
@@ -89,7 +92,7 @@ def test_every_algorithm_has_the_same_bits_in_every_run(
 ) -> None:
     # What one member has sent is added at places that are all different.
     monkeypatch.setattr(torch_entries, "_add", lambda *_: None)
-    engine = Engine(algorithm, Alike(), settings=Settings(host_check=False))
+    engine = Engine(algorithm, Alike(), specs_of(buckets_of(ONE_LAYER)), Settings(host_check=False))
     for step in counted(engine, ONE_LAYER):
         assert step.unordered == []
 

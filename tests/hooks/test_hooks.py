@@ -250,23 +250,47 @@ def test_registered_after_the_rebuild_every_layer_gets_its_own_memory() -> None:
 
 
 @in_each_process(2)
-def test_inside_a_hook_of_ones_own_names_are_positions() -> None:
-    states = [new_state() for _ in range(3)]
+def test_inside_a_hook_of_ones_own_parameters_have_their_names() -> None:
+    states = [new_state() for _ in range(4)]
     straight = hooked(None, _hiding(states[0]))
     gradients_of(straight, range(3))
     saved = states[0].state_dict()
-    assert set(dict(saved["parameters"])) == {f"parameter[-{n}]" for n in range(1, 5)}
-    assert set(dict(saved["error"])) == {"parameter[-4]", "parameter[-2]"}  # the matrices
-    for state in states[1:]:
+    assert set(dict(saved["parameters"])) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert set(dict(saved["error"])) == {"0.weight", "1.weight"}
+    by_position = {"0.weight": "parameter[-4]", "0.bias": "parameter[-3]", "1.weight": "parameter[-2]"}
+    for state in states[1:3]:
         state.load_state_dict(saved)
+    # As 0.2 named them.
+    states[3].load_state_dict(renamed(saved, {**by_position, "1.bias": "parameter[-1]"}))
     resumed, frozen = hooked(None, _hiding(states[1])), new_model()
     assert states[1].state_dict().keys() == saved.keys()
     frozen.module[0].bias.requires_grad_(False)
     frozen = DistributedDataParallel(frozen.module)
     frozen.register_comm_hook(None, _hiding(states[2]))
-    with pytest.raises(thinwire.StateError, match=r"parameter\[-4\]"):
+    with pytest.raises(thinwire.StateError, match=r"this model does not train 0\.bias"):
         gradients_of(frozen, range(1))
+    with pytest.raises(thinwire.StateError, match=r"not train parameter\[-1\].*state has no 0\.bias"):
+        gradients_of(hooked(None, _hiding(states[3])), range(1))
     assert_same(gradients_of(resumed, range(3, 5)), gradients_of(straight, range(3, 5)))
+
+
+def renamed(value: Any, names: dict[str, str]) -> Any:
+    """Return a saved state in which the parameters have other names."""
+    if isinstance(value, tuple):
+        return tuple(renamed(item, names) for item in value)
+    if isinstance(value, dict):
+        return {key: renamed(item, names) for key, item in value.items()}
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+@in_each_process(2)
+def test_inside_a_hook_of_ones_own_one_model_must_hold_the_parameters() -> None:
+    model, state = new_model(), new_state()
+    twins = [DistributedDataParallel(model.module) for _ in range(2)]
+    for twin in twins:
+        twin.register_comm_hook(None, _hiding(state))
+    with pytest.raises(thinwire.ConfigError, match="found 2 DDP models for this PowerSGDState"):
+        gradients_of(twins[0], range(1))
 
 
 @in_each_process(2)

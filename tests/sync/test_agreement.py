@@ -253,9 +253,3 @@ def test_unlike_buckets_are_refused_before_any_message() -> None:
         step(model)
     assert "bucket 0" not in str(refused.value)
     assert sync.stats().messages == 0
-
-
-def test_a_bucket_that_is_new_is_compared_where_parameters_become_known_one_by_one() -> None:
-    engines = [Engine(POWER, transport) for transport in InProcessTransport.group(2)]
-    with pytest.raises(AgreementError, match=r"no parameter head\.weight"):
-        run_members(2, lambda rank: engines[rank].open(buckets()[rank], torch.device("cpu")))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from catalog import ENTRIES, Entry, buckets, random_gradients, spec
+from catalog import ENTRIES, Entry, buckets, random_gradients, spec, specs_of
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
@@ -28,6 +28,7 @@ from thinwire.sync.settings import Settings
 
 POWER = PowerSGD(matrix_rank=2)
 ITERATED = replace(POWER, power_iterations=3, min_compression_ratio=1)
+SPECS = specs_of(buckets())
 ALTERNATING = replace(POWER, power_iterations=2, alternating=True)
 
 
@@ -71,7 +72,7 @@ def step(engine: Engine, seed: int = 0) -> list[torch.Tensor]:
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
 def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
     transport = noting()
-    healthy, failing = (Engine(PowerSGD(matrix_rank=2), one) for one in (noting(), transport))
+    healthy, failing = (Engine(PowerSGD(matrix_rank=2), one, SPECS) for one in (noting(), transport))
     for engine in (healthy, failing):
         step(engine)
     transport.fail_at = transport.sent + fail_at
@@ -85,13 +86,13 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
 def test_the_wait_for_other_shards_is_no_arithmetic() -> None:
     shards = Mock(size=2, data_device=torch.device("cpu"))
     shards.all_reduce.return_value.wait = lambda: time.sleep(0.2)
-    engine = Engine(POWER, noting(), settings=Settings(health_group=shards))
+    engine = Engine(POWER, noting(), SPECS, Settings(health_group=shards))
     step(engine)
     assert engine.reporter.stats().waiting_seconds >= 0.2
 
 
 def test_a_bucket_in_flight_is_not_started_in_another_step() -> None:
-    engine = Engine(PowerSGD(matrix_rank=2), noting())
+    engine = Engine(PowerSGD(matrix_rank=2), noting(), SPECS)
     flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
     bucket, first, second = engine.open(buckets()[0], flat.device), engine.begin(), engine.begin()
     first.start(bucket, flat.clone())
@@ -107,7 +108,7 @@ def test_a_bucket_in_flight_is_not_started_in_another_step() -> None:
 def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next(fails: bool) -> None:
     """The message may be the gradients themselves, to which the backend still writes. It may have failed."""
     transport = noting()
-    engine = Engine(AllReduce(), transport)
+    engine = Engine(AllReduce(), transport, SPECS)
     step(engine)
     transport.events.clear()
     transport.fail_at = transport.sent if fails else -1
@@ -120,8 +121,25 @@ def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next(fails: bo
     assert engine.reporter.stats().steps == 2
 
 
+def test_which_parameters_were_used_is_waited_for_before_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after a step whose first round has failed."""
+    transport, flags = noting(), Mock()
+    engine = Engine(PowerSGD(matrix_rank=2), transport, SPECS)
+    monkeypatch.setattr(engine, "send_used", lambda used: (flags, used))
+    failing, (flat, *_) = engine.begin(), random_gradients(buckets(), num_workers=1, seed=0)[0]
+    failing.start(engine.open(buckets()[0], flat.device), flat)
+    transport.fail_at = 0
+    with pytest.raises(CommunicationError, match="the peer has gone"):
+        failing.finish(torch.ones(len(buckets()[0])) > 0)
+    assert not flags.wait.called
+    engine.begin()
+    assert flags.wait.called
+
+
 def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(PowerSGD(matrix_rank=2), noting())
+    engine = Engine(PowerSGD(matrix_rank=2), noting(), SPECS)
     bucket = engine.open(buckets()[0], torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with FakeTensorMode():
@@ -133,7 +151,7 @@ def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
-    engine = Engine(PowerSGD(matrix_rank=2), noting())
+    engine = Engine(PowerSGD(matrix_rank=2), noting(), SPECS)
     with pytest.raises(StepError, match="without start"):
         engine.begin().finish()
     step(engine)
@@ -156,7 +174,7 @@ def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry) -> None:
-    plain, under = (Engine(entry.algorithm, noting()) for _ in range(2))
+    plain, under = (Engine(entry.algorithm, noting(), SPECS) for _ in range(2))
     for seed in range(5 if getattr(entry.algorithm, "warmup_steps", 0) else 3):
         expected = step(plain, seed)
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
@@ -173,7 +191,7 @@ def test_the_users_precision_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     inside: list[str] = []
     transport = noting(lambda: inside.extend(each.fp32_precision for each in products))
     monkeypatch.setattr(settings, "fp32_precision", "tf32")
-    step(Engine(PowerSGD(matrix_rank=2), transport))
+    step(Engine(PowerSGD(matrix_rank=2), transport, SPECS))
     assert [each.fp32_precision for each in products] == ["tf32"] * 2
     settings.fp32_precision = "ieee"
     assert [each.fp32_precision for each in products] == ["ieee"] * 2
@@ -204,12 +222,12 @@ def test_relative_error_is_residual_over_what_was_to_send(algorithm: Algorithm, 
 
 
 def test_the_seed_and_without_a_warm_start_the_step_decide_the_first_factors() -> None:
-    engines = [Engine(PowerSGD(matrix_rank=2, seed=seed), noting()) for seed in (0, 0, 1)]
+    engines = [Engine(PowerSGD(matrix_rank=2, seed=seed), noting(), SPECS) for seed in (0, 0, 1)]
     first, again, other = (torch.cat(step(engine)) for engine in engines)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     # The same ones in every step would never see what lies across them.
-    engine = Engine(PowerSGD(matrix_rank=1, warm_start=False, error_feedback=False), noting())
+    engine = Engine(PowerSGD(matrix_rank=1, warm_start=False, error_feedback=False), noting(), SPECS)
     first, other = (torch.cat(step(engine)) for _ in range(2))
     assert (first - other).norm() > 0.05 * first.norm()
 
@@ -235,11 +253,15 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
     flats = random_gradients(layout, num_workers=1, seed=0)[0]
     saved: dict[str, Any] = {}
     for _ in range(2):
-        engine = Engine(PowerSGD(matrix_rank=1), noting(), settings=Settings(may_be_unused=True))
+        engine = Engine(PowerSGD(matrix_rank=1), noting(), specs_of(layout), Settings(may_be_unused=True))
         if saved:
             GradientSync(engine).load_state_dict(saved)
             flats[1][600:] = 0
-        assert engine.average(zip(layout, flats, strict=True))
+        used, step = flats[1][600:].any(), engine.begin()
+        assert step.finds_unused
+        for specs, gradients in zip(layout, flats, strict=True):
+            step.start(engine.buckets.bucket(specs), gradients)
+        assert step.finish(torch.tensor([True, True, used]))
         saved, before = engine.state_dict(), saved
     assert (flats[1][600:] == 0).all()
     assert dict(saved["error"])["unused"].norm() > 0

@@ -121,7 +121,7 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
             scale = torch.tensor([8.0])
             loss_scale = (lambda device: scale) if scaled else None
             (transport,) = InProcessTransport.group(1)
-            engine = Engine(algorithm, transport, settings=Settings(loss_scale, host_check=host_check))
+            engine = Engine(algorithm, transport, specs, Settings(loss_scale, host_check=host_check))
             for _ in range(3):
                 engine.average([(specs, torch.randn(sum(spec.numel for spec in specs)))])
             assert engine.state.memory[ERROR]

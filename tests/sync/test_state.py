@@ -22,7 +22,7 @@ from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError, StateError
 from thinwire.simulation import Simulation
-from thinwire.sync import Engine, GradientSync, algorithm_state
+from thinwire.sync import algorithm_state
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -137,20 +137,6 @@ BAD: dict[str, tuple[Change, str]] = {
     "a factor of another width": (factor(torch.ones(2, 33)), r"shape \(2, 33\)"),
     "a bucket's factor too wide": (put("factor", OF_A_BUCKET, torch.ones(1, 5_000)), r"shape \(1, 5000\)"),
 }
-
-
-def test_the_state_of_another_model_is_refused_where_parameters_become_known(state: dict[str, Any]) -> None:
-    """As of hooks, at the first step: of another shape, or without such a parameter. It is saved before."""
-    for other, words in (
-        (spec("head.weight", 32, 64), r"error of head.weight has shape \(64, 32\).*\(32, 64\)"),
-        (spec("parameter[-1]", 40, 20), r"parameter\[-1\]"),
-    ):
-        engine = Engine(POWER, InProcessTransport.group(1)[0])
-        GradientSync(engine).load_state_dict(state)
-        assert_same_state(engine.state_dict(), state)
-        with pytest.raises(StateError, match=words):
-            engine.average([((other,), torch.zeros(other.numel))])
-        assert engine.steps == 3
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())

@@ -68,8 +68,8 @@ class Compiling:
 
 def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **settings: Any) -> None:
     """Average two steps, of which the first has no residual; nothing is computed."""
-    engine = Engine(algorithm, Alike(), settings=Settings(host_check=False, **settings))
     specs = tuple(ParameterSpec.of(name, torch.empty(256, columns, dtype=dtype)) for name in "ab")
+    engine = Engine(algorithm, Alike(), specs, Settings(host_check=False, **settings))
     for _ in range(2):
         engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))])
     assert engine.reporter.counts().compression_ratio > 1

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import torch_private
 from thinwire.adapters import ddp_model, setup
-from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.algorithms import Algorithm, AllReduce, Bucket
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.plan import ParameterSpec
@@ -70,42 +70,48 @@ def adapter_of(
     layout: Layout = False,
 ) -> "DDPAdapter":
     """Return an adapter that knows the names of the model's parameters; not registered yet. Collective."""
-    specs = [ParameterSpec.of(name, p) for p, name in ddp_model.names_in(model).items() if p.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
-    adapter = DDPAdapter(setup.new_engine(algorithm, transport, specs, settings, layout), model)
+    engine = setup.new_engine(algorithm, transport, ddp_model.specs_of(model), settings, layout)
+    adapter = DDPAdapter(engine, model)
     setup.refuse_steps_inside(adapter, ddp_parameters(model))
     return adapter
 
 
 def adapter_of_hook(
-    hook_state: object, algorithm: Algorithm, transport: Transport, settings: Settings, layout: Layout
+    hook_state: object,
+    bucket: GradBucket,
+    algorithm: Algorithm,
+    transport: Transport,
+    settings: Settings,
+    layout: Layout = False,
 ) -> "DDPAdapter":
-    """Return an adapter for a hook that is called with this state. Collective."""
+    """Return an adapter for a hook that is called with this state and first bucket. Collective."""
     models = ddp_model.find_ddp_models(  # a hook does not get its model
         lambda model: any(state is hook_state for _, state in comm_hooks(model))
     )
-    if len(models) > 1:
-        shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
-        raise ConfigError(f"{shared}; {ONE_EACH}")
-    if models:
-        adapter = adapter_of(models[0], algorithm, transport, settings, layout)
-        ddp_model.guard(models[0])
-    else:
-        # Inside the user's own hook: the model's options are unknown, so assume the costlier one.
-        settings = replace(settings, may_be_unused=True)
-        adapter = DDPAdapter(setup.new_engine(algorithm, transport, (), settings, layout))
-    setup.log_start(adapter.engine, models[0].parameters() if models else ())
+    is_hidden = not models  # inside the user's own hook
+    if is_hidden:
+        models = ddp_model.hooked_models_with(bucket.parameters())
+    if len(models) != 1:
+        found = f"found {len(models)} DDP models for this {type(hook_state).__name__}, expected one"
+        raise ConfigError(f"{found}; {ONE_EACH}, and keep one DDP model of the same parameters")
+    adapter = adapter_of(models[0], algorithm, transport, settings, layout)
+    adapter.is_in_every_step = not is_hidden
+    ddp_model.guard(models[0])
+    setup.log_start(adapter.engine, models[0].parameters())
     return adapter
 
 
 class DDPAdapter:
     """Starts DDP's buckets in steps of an `Engine`, and returns their means as futures."""
 
-    def __init__(self, engine: Engine, model: DistributedDataParallel | None = None) -> None:
+    is_in_every_step = True  # False if a hook may average with others, or not at all, in some steps
+
+    def __init__(self, engine: Engine, model: DistributedDataParallel) -> None:
         self.engine, self.sync = engine, GradientSync(engine)
         # Weak: the model holds the hook's state, and so this adapter.
-        self._model = None if model is None else weakref.ref(model)
-        self._buckets = DDPBuckets(engine, None if model is None else ddp_model.names_in(model))
+        self._model = weakref.ref(model)
+        self._buckets = DDPBuckets(engine, ddp_model.names_in(model))
         self._comm_stream = CommStream()
         self._is_new = True
         self._static_graph: _StaticGraph | None = None
@@ -113,6 +119,7 @@ class DDPAdapter:
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         self._watched_pass = -1
         self._used: ddp_model.Used | None = None
+        self._flags: list[torch.Tensor] = []  # for each bucket of the step, which parameters were used
         # Gradients that may have to be restored after the step: name, part of the bucket, copy.
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
@@ -120,7 +127,7 @@ class DDPAdapter:
         """Start a bucket, and finish the step with the last one; return a future of the bucket's mean."""
         flat, current = dense_buffer(bucket), torch_private.backward_pass()
         if self._is_new:
-            self._look_at_model(bucket)
+            self._look_at_model()
         step = self._step if self._step is not None and self._step.is_open else None
         graph = self._static_graph
         if graph is not None and graph.leaves_out(bucket, step):
@@ -140,11 +147,9 @@ class DDPAdapter:
                     if setup.contributor_scales:
                         setup.divide_by_contributors(bucket.parameters(), flat, self.engine.transport.size)
                     step = step or self._begin(bucket)
-                    used = None
-                    if self._used is not None:
-                        used = self._used.of(bucket.parameters(), is_pass=current != -1)
-                        self._copy_unused(bucket, state.specs, used)
-                    step.start(state, flat, used)
+                    if step.finds_unused or self._used is not None:
+                        self._note_used(step, bucket, state.specs, is_pass=current != -1)
+                    step.start(state, flat)
                 self._waiting.append((future, flat))
                 is_last = bucket.is_last() if graph is None else graph.is_last(bucket)
                 if is_last:
@@ -160,12 +165,11 @@ class DDPAdapter:
         return future
 
     def _begin(self, bucket: GradBucket) -> Step:
-        # With the user's own hook the model is unknown, and may be averaged within a machine only.
-        if setup.averaged_models and self._model is not None:
+        if setup.averaged_models and self.is_in_every_step:
             setup.refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
         if self._static_graph is not None:
             self._static_graph.num_taken = 0
-        self._step = self.engine.begin(pipelined=True)
+        self._step, self._flags = self.engine.begin(pipelined=True), []
         return self._step
 
     def _finish(self, step: Step, *, is_pass: bool) -> None:
@@ -174,13 +178,13 @@ class DDPAdapter:
         for parameter, name in self._buckets.outside.items():
             if parameter.requires_grad:
                 raise ddp_model.unaveraged(name)
-        if not step.finish():
+        used = torch.cat([flags.to(self._flags[0].device) for flags in self._flags]) if self._flags else None
+        if not step.finish(used):
             self._report_nonfinite()
         for name, gradient, before in self._copies:
             if name in step.unused:
                 gradient.copy_(before)
         self._copies = []
-        self._buckets.are_all_known = True
         if self._used is not None and is_pass:
             self._used.forget()
         self._release()
@@ -203,18 +207,26 @@ class DDPAdapter:
         # returned. A callback queued by our callback runs after it, and the model stays usable.
         torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(raise_it))
 
-    def _look_at_model(self, bucket: GradBucket) -> None:
-        """Check the options of the model, if it can be found, at the first bucket."""
-        model = ddp_model.ddp_model_of(bucket.parameters()) if self._model is None else self._model()
-        if model is not None:
+    def _look_at_model(self) -> None:
+        """Check the options of the model, at the first bucket."""
+        if (model := self._model()) is not None:  # otherwise it was deleted before its backward pass
             ddp_model.check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None
-            if model.find_unused_parameters and self.engine.settings.may_be_unused:
+            if self.engine.settings.may_be_unused:
                 self._used = ddp_model.Used(ddp_parameters(model))
         self._is_new = False
 
-    def _copy_unused(self, bucket: GradBucket, specs: Specs, used: list[bool] | None) -> None:
-        """Copy gradients that are views of the bucket and that DDP leaves alone if no process used them."""
+    def _note_used(self, step: Step, bucket: GradBucket, specs: Specs, *, is_pass: bool) -> None:
+        """Note which parameters this process used, before the bucket is started, which may overwrite it.
+
+        Copy gradients that are views of the bucket and that DDP leaves alone if no process used them.
+        """
+        used = None if self._used is None else self._used.of(bucket.parameters(), is_pass=is_pass)
+        if step.finds_unused:
+            gradients = Bucket(specs, bucket.buffer()).gradients
+            self._flags.append(
+                ddp_model.nonzero(gradients) if used is None else torch.tensor(used, device="cpu")
+            )
         if used is None or all(used):
             return
         parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
@@ -283,14 +295,13 @@ class _StaticGraph:
 
 
 class DDPBuckets:
-    """The buckets of a DDP model; parameters have names, or positions from the model's end."""
+    """The buckets of a DDP model."""
 
-    def __init__(self, engine: Engine, names: dict[torch.nn.Parameter, str] | None) -> None:
-        self.are_all_known = names is not None
+    def __init__(self, engine: Engine, names: dict[torch.nn.Parameter, str]) -> None:
         self._plans = engine.buckets
         self._states: dict[tuple[int, ...], BucketState] = {}  # by the parameters' ids
         # Keeps the parameters, so that no other object can get one of their ids.
-        self._names: dict[torch.Tensor, str] = dict((names or {}).items())
+        self._names: dict[torch.Tensor, str] = dict(names.items())
         # Parameters in no bucket so far. DDP makes buckets of the parameters trained when it is built: ones
         # unfrozen later are in none, and would drift apart. Ones frozen later stay in their buckets.
         self.outside = dict(self._names)
@@ -309,13 +320,10 @@ class DDPBuckets:
         return known
 
     def _specs_of(self, parameters: list[torch.Tensor]) -> Specs:
-        # DDP fills buckets from the model's end, but lists each bucket's parameters from the start.
-        for parameter in (tensor for tensor in reversed(parameters) if tensor not in self._names):
-            if self.are_all_known:
+        for parameter in parameters:
+            if parameter not in self._names:
                 words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
                 raise ConfigError(f"{words}, which the model did not have in its first step; {ONE_EACH}")
-            self._names[parameter] = f"parameter[-{len(self._names) + 1}]"
-        for parameter in parameters:
             self.outside.pop(parameter, None)
         return tuple(ParameterSpec.of(self._names[parameter], parameter) for parameter in parameters)
 
@@ -342,7 +350,8 @@ class Switch:
             ddp_model.unguard(model)
             if (adapter := self.adapter_now()) is not None:
                 adapter.remove_hooks()
-            adapter = DDPAdapter(Engine(AllReduce(), self._transport), model)
+            engine = Engine(AllReduce(), self._transport, ddp_model.specs_of(model))
+            adapter = DDPAdapter(engine, model)
             self.adapter_now, self.taken_by = lambda: adapter, ""
 
     def hand_over(self, state: object, hook: Callable[..., Any]) -> None:

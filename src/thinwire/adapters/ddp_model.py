@@ -20,7 +20,9 @@ from thinwire.adapters.setup import live_objects
 from thinwire.algorithms import Bucket
 from thinwire.checks import shown
 from thinwire.errors import AttachError, StateError, StepError
+from thinwire.plan import ParameterSpec
 from thinwire.sync.partition import Specs
+from thinwire.tensors import accelerators
 from thinwire.torch_private import comm_hooks, ddp_logging_data, ddp_parameters, uncompiled
 
 # Prefixes that torch's module wrappers add to parameter names.
@@ -46,6 +48,8 @@ CONVERTED = (
     "mixes up its gradients; convert first, then build a new DDP model and attach it"
 )
 
+GLANCE = 64  # elements
+
 # Parameters and their models.
 
 
@@ -70,6 +74,11 @@ def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[tor
 def names_in(model: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
     """Return the parameters of a DDP model that it does not ignore, each with its name in the module."""
     return names_of(model.module, model.parameters_to_ignore)
+
+
+def specs_of(model: DistributedDataParallel) -> list[ParameterSpec]:
+    """Return the specs of a DDP model's trained parameters, in module order."""
+    return [ParameterSpec.of(name, p) for p, name in names_in(model).items() if p.requires_grad]
 
 
 def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
@@ -130,6 +139,15 @@ class Used:
             handle.remove()
 
 
+def nonzero(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return for each flat gradient whether it has a nonzero element; on an accelerator, not read back."""
+    if accelerators.is_accelerator(gradients[0].device):
+        # The sum of magnitudes, since empty tensors have no maximum.
+        return torch.stack(list(torch._foreach_norm(list(gradients), 1))) != 0
+    # A nonzero gradient mostly shows in its first elements.
+    return torch.tensor([bool(one[:GLANCE].any() or one.any()) for one in gradients], device="cpu")
+
+
 def num_trained(parameters: Iterable[torch.Tensor]) -> int:
     """Return how many are trained: parameters frozen after DDP was built are still in a bucket."""
     return sum(parameter.requires_grad for parameter in parameters)
@@ -157,11 +175,12 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
     return ddp_models[0] if ddp_models else None
 
 
-def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
-    """Return the DDP model with all of these parameters; None if there are several."""
+def hooked_models_with(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    """Return the DDP models with all of these parameters and a communication hook."""
     ids = set(map(id, parameters))
-    holding = find_ddp_models(lambda model: ids.issubset(map(id, ddp_parameters(model))))
-    return holding[0] if len(holding) == 1 else None
+    return find_ddp_models(
+        lambda model: bool(comm_hooks(model)) and ids.issubset(map(id, ddp_parameters(model)))
+    )
 
 
 def find_ddp_models(matches: Callable[[DistributedDataParallel], bool]) -> list[DistributedDataParallel]:

@@ -29,7 +29,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import ATTACHED, DDPBuckets, attachable, completed_future, dense_buffer, switched
-from thinwire.adapters.ddp_model import guard, names_in, unaveraged
+from thinwire.adapters.ddp_model import guard, names_in, specs_of, unaveraged
 from thinwire.adapters.deferred_optimizer import (
     DeferredOptimizer,
     ReadParameters,
@@ -44,7 +44,6 @@ from thinwire.algorithms.requests import AllGather
 from thinwire.checks import shown
 from thinwire.comm import Message
 from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.scheduler import Task
@@ -130,12 +129,10 @@ def overlap_forward(
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     _check(model, ddp_model, clip_norm)
     _check_optimizers(ddp_model, optimizers)
-    names = names_in(ddp_model)
-    specs = [ParameterSpec.of(name, tensor) for tensor, name in names.items() if tensor.requires_grad]
     settings = Settings(of_adapter={"overlap_forward": f"with clip_norm={clip_norm and float(clip_norm)}"})
-    engine = new_engine(algorithm, transport, specs, settings, False)
+    engine = new_engine(algorithm, transport, specs_of(ddp_model), settings, False)
     deferred = [DeferredOptimizer(optimizer, poison=poison) for optimizer in optimizers]
-    adapter = ForwardAdapter(engine, names, deferred, clip_norm)
+    adapter = ForwardAdapter(engine, names_in(ddp_model), deferred, clip_norm)
     switch = switched(ddp_model, lambda: adapter, ATTACHED)  # type: ignore[arg-type,return-value]
     # Only now, so that a model whose hook is taken is left unchanged.
     adapter.install(ddp_model.module)

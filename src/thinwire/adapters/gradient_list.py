@@ -90,7 +90,8 @@ class GradientListAdapter(Joinable):
             means: list[torch.Tensor | None] = [None] * len(gradients)
             # Buckets must be the same everywhere: a parameter used by any process is in them on all, in
             # parameter order.
-            work, flags = self.engine.send_used([gradient is not None for gradient in gradients])
+            used = torch.tensor([gradient is not None for gradient in gradients], device="cpu")
+            work, flags = self.engine.send_used(used)
             work.wait()
             indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
             for index in flags.nonzero().flatten().tolist():

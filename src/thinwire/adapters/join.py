@@ -18,7 +18,6 @@ from thinwire.adapters.setup import contributor_scales, refuse_weight_of_contrib
 from thinwire.comm.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync, engine_of
-from thinwire.tensors import accelerators
 from thinwire.torch_private import comm_hooks, divide_by_all_members, leave_join, not_compiled
 
 
@@ -124,7 +123,7 @@ class _Counter(Joinable):
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__()
         self._model = model
-        self.scale = torch.ones(1, dtype=accelerators.widest_dtype(model.device), device=model.device)
+        self.scale = torch.ones(1, dtype=torch.float64, device=model.device)
 
     @not_compiled
     def count(self, *unused: Any) -> None:

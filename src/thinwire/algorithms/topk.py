@@ -16,7 +16,6 @@ from thinwire.errors import ConfigError
 from thinwire.kernels.backend import TopKQuery
 from thinwire.kernels.dispatch import all_finite, entry_kernels_for
 from thinwire.plan import ParameterSpec, Route
-from thinwire.tensors import accelerators
 from thinwire.tensors.entries import EntryLayout
 from thinwire.tensors.layout import concat_view
 
@@ -159,7 +158,7 @@ class TopKPlan(BucketPlan):
         # If an entry of a chunk is not finite, no encoded value of the chunk is.
         is_healthy = yield Commit(AllFinite((sent[1],)), commits_on_device=kernels.commits_on_device)
         counts = [-(-size // self.config.chunk) for size in self.sizes]
-        less = self._in_one(memory[REDUCTION], counts, accelerators.widest_dtype(device), device)
+        less = self._in_one(memory[REDUCTION], counts, torch.float64, device)
         kernels.merge(query, sent, less, is_healthy)  # 4
         memory[ERROR].update(zip(self.names, error.split_with_sizes(self.sizes), strict=True))
         memory[REDUCTION].update(zip(self.names, less.split_with_sizes(counts), strict=True))
@@ -184,8 +183,7 @@ class TopKPlan(BucketPlan):
         names = [spec.name for spec in self.specs if spec.numel and spec.name in known]
         if not names:
             return None
-        dtype = accelerators.widest_dtype(memory[ERROR][names[0]].device)
-        remaining = torch.stack([memory[ERROR][name].to(dtype).norm() for name in names])
+        remaining = torch.stack([memory[ERROR][name].double().norm() for name in names])
         # Rounding up to few bits may make a residual larger than the value was.
         reduced = torch.stack([memory[REDUCTION][name].sum() for name in names]).clamp_min_(0)
         wanted = (remaining.square() + reduced).sqrt_()

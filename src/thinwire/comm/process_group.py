@@ -402,8 +402,7 @@ def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
     # Use the join context's own message: another one would not be shadowed.
     (contributors,) = work.get_future().wait()
     # Torch counts in its default dtype, which would round 4/3; gradients may have 64 bits.
-    exact = contributors.to(accelerators.widest_dtype(contributors.device))
-    return joinable.join_process_group.size() / exact  # type: ignore[no-any-return]
+    return joinable.join_process_group.size() / contributors.double()  # type: ignore[no-any-return]
 
 
 def notify_of_step(joinable: Joinable) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from thinwire.adapters.ddp import DDPAdapter, completed_future, dense_buffer
+from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, completed_future, dense_buffer
 from thinwire.adapters.setup import divide_by_contributors
 from thinwire.algorithms.exact import WireDtype
 from thinwire.checks import true_or_false, whole_count
@@ -17,7 +17,7 @@ from thinwire.comm import ProcessGroupTransport, agree, checked_group
 from thinwire.comm.process_group import own_subgroup
 from thinwire.errors import ConfigError
 from thinwire.hooks.stateless import cast_in, checked_state, sent_mean
-from thinwire.sync import Engine, Settings
+from thinwire.sync import Settings
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 from thinwire.torch_private import not_compiled
 from thinwire.version import __version__
@@ -138,8 +138,9 @@ def averaged(state: PostLocalSGDState, bucket: GradBucket, wire: WireDtype | Non
         # One adapter per group, kept: its step spans all buckets of a backward pass.
         if transport.group not in state._adapters:
             settings = Settings(on_nonfinite=state.on_nonfinite)
-            engine = Engine(cast_in(wire), transport, settings=settings)
-            state._adapters[transport.group] = DDPAdapter(engine)
+            adapter = adapter_of_hook(state, bucket, cast_in(wire), transport, settings)
+            adapter.is_in_every_step = False
+            state._adapters[transport.group] = adapter
         return state._adapters[transport.group].run(bucket)
     divide_by_contributors(bucket.parameters(), flat, transport.size)
     return sent_mean(flat, wire, transport, purpose)

@@ -62,9 +62,8 @@ class PowerSGDState(HookState):
     """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
 
     Memory is kept by parameter, so compression may start at step 0. At the first step the state finds the
-    model on which it is registered, and so the parameters' names. If it can't (because your own hook calls
-    it), parameters are named by their position from the model's end, which is the same in every run only if
-    the hook is registered before the first backward pass.
+    model on which it is registered, and so the parameters' names; if your own hook calls it, the DDP model
+    that holds the parameters.
 
     Args:
         process_group: The model's process group, None for the default one.

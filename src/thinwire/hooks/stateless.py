@@ -53,7 +53,7 @@ class HookState:
 
     def _new_adapter(self, algorithm: Algorithm, settings: Settings, bucket: GradBucket) -> DDPAdapter:
         transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
-        return adapter_of_hook(self, algorithm, transport, settings, self._machines)
+        return adapter_of_hook(self, bucket, algorithm, transport, settings, self._machines)
 
     def _average(self, adapter: DDPAdapter, used_with: str, bucket: GradBucket) -> Future[torch.Tensor]:
         """Run the adapter for a hook, which must always be the same."""

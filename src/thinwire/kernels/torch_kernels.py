@@ -158,7 +158,7 @@ def _in_double(batch: Sequence[Rows]) -> torch.Tensor:
     if drawn is not None:
         is_dead = torch.linalg.vector_norm(joined, torch.inf, dim=2, keepdim=True) == 0
         joined = torch.where(is_dead, drawn, joined)
-    return accelerators.in_float64(joined)
+    return joined.double()
 
 
 def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from statistics import median
 from unittest.mock import patch
 
@@ -101,7 +102,8 @@ def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
 
 
 def _step(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]], algorithm: Algorithm) -> Row:
-    engine = Engine(algorithm, context.transport, settings=Settings(host_check="auto"))
+    specs = chain.from_iterable(buckets)
+    engine = Engine(algorithm, context.transport, specs, Settings(host_check="auto"))
     gradients = [torch.randn(sum(spec.numel for spec in bucket), device=context.device) for bucket in buckets]
     copies = [torch.empty_like(gradient) for gradient in gradients]  # steps work in place
     copy = partial(torch._foreach_copy_, copies, gradients)

@@ -27,7 +27,6 @@ from thinwire.sync.state import (
     pack,
     tensors_to_save,
 )
-from thinwire.tensors import accelerators
 
 # Bytes averaged in one message, unless a single tensor is larger.
 MEAN_BYTES = 64 << 20
@@ -52,7 +51,6 @@ class AlgorithmState:
         self, specs: Iterable[ParameterSpec], inter_node: Transport, partition: IntraNodePartition | None
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}  # all known parameters, in model order
-        self.all_known = bool(self.specs)  # whether all parameters are known from the start
         self.memory, self.pending = Memory(), PendingTensors()
         self.unsynced_names: set[str] = set()  # parameters whose local slots have changed since averaged
         self.nonfinite_steps = 0  # as far as the host knows
@@ -61,7 +59,6 @@ class AlgorithmState:
         self.may_remember = False  # whether any process of this machine may have something in memory
         self.torn = ""  # the step that has written memory, but whose means did not arrive
         self.loaded_digest: int | None = None  # the last loaded state's, which processes compare
-        self.unchecked: SavedState | None = None  # loaded, but not checked against the model yet
         self.inter_node, self.partition = inter_node, partition
 
     # Steps.
@@ -144,9 +141,7 @@ class AlgorithmState:
 
     def error_norm(self) -> float:
         """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""
-        errors = [
-            error.to(accelerators.widest_dtype(error.device)).norm() for error in self.memory[ERROR].values()
-        ]
+        errors = [error.double().norm() for error in self.memory[ERROR].values()]
         return float(torch.stack(errors).norm()) if errors else 0.0
 
     def memory_bytes(self) -> int:
@@ -223,23 +218,20 @@ class AlgorithmState:
         for slot, tensors in pending.items():
             for name, tensor in tensors.items():
                 slots.setdefault(slot, {})[name] = tensor.clone()
-        # The shapes of all parameters, as far as the loaded state or the model knows them.
-        shapes = {} if self.unchecked is None else dict(self.unchecked.shapes)
-        shapes |= {name: spec.shape for name, spec in self.specs.items()}
+        shapes = {name: spec.shape for name, spec in self.specs.items()}
         return SavedState(repr(algorithm), memory.step, self.nonfinite_steps, shapes, slots)
 
     # Loading.
 
     def load(self, loaded: SavedState) -> None:
-        """Load a checked state; if parameters are not known yet, the first step checks the model."""
+        """Load a checked state."""
         is_of_all = loaded.position is None
         self.memory, self.pending = Memory(loaded.step), PendingTensors({}, "all" if is_of_all else "process")
         for slot, tensors in loaded.slots.items():
             taken = (self.pending.tensors if slot.is_elementwise else self.memory.slots)[slot] = {}
             for label, tensor in tensors.items():
                 # Only if it belongs to these parameters, and not to a single shard.
-                is_here = not self.all_known or self.specs.keys() >= names_in(label)
-                if is_here and SHARD_MARK not in label:
+                if self.specs.keys() >= names_in(label) and SHARD_MARK not in label:
                     taken[label] = tensor
         if self.partition is not None:
             self.partition.forget()
@@ -248,7 +240,6 @@ class AlgorithmState:
         self.unseen_nonfinite_steps = torch.tensor(0, device="cpu")
         self.unsynced_names = set() if is_of_all else set(loaded.shapes)
         self.loaded_digest = loaded.digest
-        self.unchecked = None if self.all_known else loaded
 
     def add_up_pending(self) -> None:
         """Sum the parts that this machine's processes have loaded. Collective inside, once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TypeAlias
@@ -82,8 +81,7 @@ class BucketPlans:
         if not isinstance(algorithm, Algorithm):
             got = no_algorithm(algorithm)
             raise ConfigError(f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {got}")
-        if self.state.specs:  # otherwise each bucket is checked when it is opened
-            algorithm.check_model(self.specs)
+        algorithm.check_model(self.specs)
         # Last, so that nothing has changed if anything above raises.
         self.algorithm: Algorithm = algorithm
         self.settings = self._settings.resolved(algorithm, self.device)
@@ -157,6 +155,7 @@ class BucketPlans:
         state, plans = self.state, [self._plan_part(bucket.specs, self.partition) for bucket in new]
         for bucket in new:
             self.move_to(devices[bucket])
+            # A parameter frozen between the construction of DDP and `attach` is still in its bucket.
             if not bucket.names <= state.specs.keys():
                 state.specs.update((spec.name, spec) for spec in bucket.specs)
                 if not self.specs_of_last:
@@ -178,9 +177,7 @@ class BucketPlans:
                 bucket.machine_bytes = sum(r.message_bytes for whole in planned for r in whole.routes)
             # After the comparison: if it raises, the loaded state can still be saved or replaced.
             state.take_pending(bucket.specs, plan.labels, devices[bucket])
-            warning = plan.on_state_loaded(state.memory)
-            if warning and state.unchecked is not None:
-                warnings.warn(warning, stacklevel=5)
+            plan.on_state_loaded(state.memory)
             bucket.plan, bucket.is_open = plan, True
             # At the end of the order, independent of when this process has first seen the bucket.
             self._buckets[bucket.specs] = self._buckets.pop(bucket.specs, bucket)

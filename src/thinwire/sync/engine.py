@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ class Engine:
         self,
         algorithm: Algorithm,
         transport: Transport,
-        specs: Iterable[ParameterSpec] = (),
+        specs: Iterable[ParameterSpec],
         settings: Settings = Settings(),  # noqa: B008 - frozen
         *,
         clock: StepClock | None = None,
@@ -129,7 +129,7 @@ class Engine:
             memory = Memory(committed // self._num_fragments, memory.slots)
         pipelined = pipelined and self.buckets.algorithm.pipelines_buckets
         scheduler = CollectiveScheduler(self.wire, f"step {number}", pipelined=pipelined, in_turn=in_turn)
-        step = Step(self.buckets, memory, scheduler, self.clock, self._ended, self._weights)
+        step = Step(self.buckets, memory, scheduler, self.clock, self._ended, self.send_used, self._weights)
         self._steps.append(step)
         return step
 
@@ -173,11 +173,11 @@ class Engine:
         for step in self._steps:
             step.abandon()
 
-    def send_used(self, used: Sequence[bool]) -> tuple[Work, torch.Tensor]:
+    def send_used(self, used: torch.Tensor) -> tuple[Work, torch.Tensor]:
         """Send which parameters this process used; the tensor will say which of them any process used."""
         # With only NCCL the flags are on the GPU, and to read them the host must wait for it.
-        device = self.metered.control_device
-        flags = to_device_async(device, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+        device, flags = self.metered.control_device, used.to(torch.uint8)
+        flags = to_device_async(device, flags) if flags.device.type == "cpu" else flags.to(device)
         purpose = f"step {self.steps}, which parameters were used"
         if self.partition is not None:
             self.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()
@@ -253,20 +253,16 @@ class Engine:
         loaded = read_state(state, self.algorithm.slots)
         if loaded.position is not None:
             check_position(loaded.position, position)
-        if self.state.all_known:
-            specs = self.state.specs if whole is None or loaded.position is not None else whole
-            check_model(loaded, specs, strict=strict)
+        specs = self.state.specs if whole is None or loaded.position is not None else whole
+        check_model(loaded, specs, strict=strict)
         return loaded
 
     def load(self, loaded: SavedState) -> None:
-        """Load the result of `check_state_dict`, or a part of it.
-
-        If the parameters are not known yet, the first step checks that it belongs to this model.
-        """
+        """Load the result of `check_state_dict`, or a part of it."""
         self.state.load(loaded)
         self.reporter.forget_errors()  # they belong to a step that this memory has not seen
         self.buckets.close_all()
-        for plan in self.buckets.plans if self.state.all_known else ():
+        for plan in self.buckets.plans:
             warning = plan.on_state_loaded(self.state.memory)
             if warning:
                 warnings.warn(warning, stacklevel=3)

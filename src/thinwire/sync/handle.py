@@ -154,14 +154,12 @@ class GradientSync:
         (Or, on each process, with its own `local_state_dict()`.) The number of processes and the buckets may
         differ. The algorithm in use is kept. It continues from a state saved by another algorithm or with
         other settings, residual included; parts that do not fit are cut or extended, with a warning.
-        Everything is checked before anything changes, or at the first step if the parameters are not known
-        yet (with hooks).
+        Everything is checked before anything changes.
 
         Args:
             state: The result of `state_dict`, from any process.
             strict: Whether to refuse a state that lacks parameters of this model, or has others. If False,
-                the residuals of the others are dropped. If parameters are known by position only, they
-                must match in any case.
+                the residuals of the others are dropped.
 
         Raises:
             StateError: It is not such a state, or is damaged, from a later version or a different model.

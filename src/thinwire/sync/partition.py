@@ -24,7 +24,7 @@ class _NothingPlan(BucketPlan):
     """The plan of a process that averages nothing of a bucket."""
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        yield Commit(all_finite, writes=False)
+        yield Commit(all_finite, writes=False, commits_on_device=True)
 
 
 NOTHING = _NothingPlan((), ())

@@ -108,12 +108,11 @@ class CollectiveScheduler:
     def __init__(
         self, transport: Transport, name: str, *, pipelined: bool = False, in_turn: bool = False
     ) -> None:
-        self.tasks: list[Task] = []  # one for each bucket, and perhaps one more
+        self.tasks: list[Task] = []  # one for each bucket
         self.name = name  # the step's
         self.writes = False  # whether any reached commit writes memory
         # For `commit_early`, which runs in every round: there may be a round for each bucket.
         self._early: dict[Task, None] = {}
-        self._closing: Task | None = None  # the one more, from `close_with`
         self._transport, self._is_pipelined, self._in_turn = transport, pipelined, in_turn
         self._rounds: list[Round] = []  # in flight
         self._means: dict[Task, Round] = {}  # those of them that `take` waits for
@@ -161,13 +160,7 @@ class CollectiveScheduler:
 
         While it is decoded, the messages of others are in flight. Returns whether any round is in flight.
         """
-        # The step's closing message is sent with the second ones of all buckets.
-        return self._advance_first() if self._is_pipelined and self._closing is None else self.advance()
-
-    def close_with(self, requests: Requests) -> None:
-        """Add requests of no bucket: the first is sent with the buckets' second; commit them last."""
-        self._closing = Task(requests)
-        self.tasks.append(self._closing)
+        return self._advance_first() if self._is_pipelined else self.advance()
 
     def advance(self) -> bool:
         """Wait for the round in flight and send the next one, all buckets together; see `Step.advance`."""
@@ -175,10 +168,6 @@ class CollectiveScheduler:
             # Receive all before sending anything, so that the next messages of all buckets are sent as one.
             waiting = self._receive(tuple(self._rounds), self.tasks, f"round {self._number}")
             self._number += 1
-            if self._closing is not None and isinstance(self._closing.request, Mean):
-                # In the dtype of the other messages: a separate message would add a latency.
-                types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
-                self._closing.request = Mean(self._closing.request.tensor.to(types[0]))
             if waiting:
                 self._send(waiting, f"round {self._number} of all buckets")
         return bool(waiting)
@@ -265,7 +254,7 @@ class CollectiveScheduler:
         """Drop all buckets, so that they write nothing any more."""
         for task in self.tasks:
             task.requests.close()
-        self.tasks, self._early, self._closing = [], {}, None  # drops what they have received, too
+        self.tasks, self._early = [], {}  # drops what they have received, too
         # The rounds stay: sent messages can't be cancelled, and `drain` must wait for them.
 
     def drain(self) -> None:

@@ -286,15 +286,12 @@ def check_finite(key: str, tensors: Mapping[str, torch.Tensor]) -> None:
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
 
 
-def check_model(
-    loaded: SavedState, specs: Mapping[str, ParameterSpec], *, strict: bool = True, by_position: bool = False
-) -> None:
+def check_model(loaded: SavedState, specs: Mapping[str, ParameterSpec], *, strict: bool = True) -> None:
     """Refuse the state of a different model."""
     missing, unknown = specs.keys() - loaded.shapes.keys(), loaded.shapes.keys() - specs.keys()
     # A state saved before the first bucket lists no parameters, and fits every model.
     if loaded.shapes and (missing or unknown) and strict:
-        shares_none = by_position or missing == specs.keys()
-        remedy = "" if shares_none else ", or pass strict=False to load what both have"
+        remedy = "" if missing == specs.keys() else ", or pass strict=False to load what both have"
         differs = [f"this model does not train {listed(sorted(unknown), MAX_LISTED)}"] if unknown else []
         differs += [f"the state has no {listed(sorted(missing), MAX_LISTED)}"] if missing else []
         words = f"the state is of a different model: {', and '.join(differs)}"
@@ -320,10 +317,6 @@ def in_memory_order(
     slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device
 ) -> torch.Tensor:
     """Return an elementwise tensor as memory holds it: flat, in the parameter's memory order and dtype."""
-    # Some adapters learn their parameters bucket by bucket, so a wrong shape may be found only now.
-    if tuple(tensor.shape) != spec.shape:
-        shapes = f"shape {tuple(tensor.shape)}, but the model's parameter has {spec.shape}"
-        raise StateError(f"the state's {slot.name} of {spec.name} has {shapes}; {SAME_MODEL}")
     strided = torch.empty_strided(spec.shape, spec.stride, dtype=spec.memory_dtype, device=device)
     return strided.copy_(tensor).as_strided((spec.numel,), (1,))
 

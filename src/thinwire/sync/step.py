@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from operator import attrgetter
 
 import torch
 
@@ -15,9 +16,7 @@ from thinwire.sync.bucket_plans import NO_GRADIENTS, BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
 from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, profiler_range
-from thinwire.sync.state import check_model
 from thinwire.sync.streams import refuse_capture
-from thinwire.sync.unused import UnusedParameters
 from thinwire.sync.weights import Share, Weights, multiply
 from thinwire.tensors import accelerators
 
@@ -39,12 +38,14 @@ class Step:
         scheduler: CollectiveScheduler,
         clock: StepClock,
         ended: Callable[[Step, bool], None],
+        send_used: Callable[[torch.Tensor], tuple[Work, torch.Tensor]],
         weights: Weights | None = None,
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
         self.num_parameters = self.gradient_bytes = 0  # the sum over the buckets started so far
         self._plans, self._state, self._memory, self._scheduler = plans, plans.state, memory, scheduler
         self._clock, self._traffic, self._ended, self._name = clock, clock.traffic, ended, scheduler.name
+        self._send_used, self._flags_work = send_used, list[Work]()
         self._buckets: list[BucketState] = []  # in the order in which they were started
         # A new bucket, and all after it, are not sent until all were started and processes are compared.
         self._unsent: list[BucketState] = []
@@ -55,20 +56,15 @@ class Step:
         self._weights = weights  # None if all processes count the same
         self._share: Share | None = None  # this process's share
         self._intra_node = None if plans.partition is None else plans.partition.intra_node
-        self._unused: UnusedParameters | None = None
-        if plans.settings.may_be_unused:
-            # Decide once for all buckets, and the same on all processes. A loaded state enters memory bucket
-            # by bucket: if the first one has no residual, a later one may. The first step after a warm-up has
-            # no residual, but leaves one. Processes of a machine have agreed on `may_remember`.
-            state = plans.state
-            has_residual = state.has([ERROR]) if self._intra_node is None else state.may_remember
-            if has_residual or plans.algorithm.remembers:
-                self._unused = UnusedParameters()
-
-    @property
-    def unused(self) -> set[str]:
-        """Parameters that no process used, once finished."""
-        return set() if self._unused is None else self._unused.names
+        self.unused: set[str] = set()  # parameters that no process used, once finished
+        # Whether to find them, since their residuals must stay. Decide once for all buckets, and the same on
+        # all processes. A loaded state enters memory bucket by bucket: if the first one has no residual, a
+        # later one may. The first step after a warm-up has no residual, but leaves one. Processes of a
+        # machine have agreed on `may_remember`.
+        self.finds_unused = plans.settings.may_be_unused and (
+            plans.algorithm.remembers
+            or (plans.state.has([ERROR]) if self._intra_node is None else plans.state.may_remember)
+        )
 
     @contextmanager
     def _working(self, *, are_ready: bool) -> Iterator[None]:
@@ -77,11 +73,8 @@ class Step:
 
     # Buckets, as they come.
 
-    def start(self, bucket: BucketState, flat: torch.Tensor, used: Sequence[bool] | None = None) -> None:
-        """Send the first message of a bucket whose gradients are ready, and return.
-
-        `used` says which parameters this process used, for `may_be_unused`; None: nonzero gradients.
-        """
+    def start(self, bucket: BucketState, flat: torch.Tensor) -> None:
+        """Send the first message of a bucket whose gradients are ready, and return."""
         if not self.is_open:
             raise StepError(ENDED)
         if flat.is_cuda:
@@ -94,8 +87,6 @@ class Step:
         with self._working(are_ready=True):
             self.num_parameters += len(bucket.specs)
             self.gradient_bytes += flat.nbytes
-            if self._unused is not None:
-                self._unused.note(Bucket(bucket.specs, flat), used)
             bucket.is_in_flight, bucket.flat = True, flat
             self._buckets.append(bucket)
             if bucket.is_open and not self._unsent:
@@ -196,30 +187,24 @@ class Step:
         if waiting:
             # Compare processes once for all new buckets.
             self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
-        state = self._state
-        if state.unchecked is not None:
-            # If parameters become known bucket by bucket, the state of a different model can't be refused
-            # earlier. Nothing has been written yet.
-            check_model(state.unchecked, state.specs, by_position=True)
-            state.unchecked = None
         for bucket in waiting:
             self._send(bucket)
         if self._reducing:
             self._send_reduced(num_left=0)
-        if self._unused is not None:
-            # One message for all buckets, sent with their second.
-            parts = [bucket.own_part for bucket in self._buckets]
-            requests = self._unused.run(parts, self._intra_node, self._name)
-            self._scheduler.close_with(requests)
 
-    def finish(self, unused: Collection[str] = ()) -> bool:
+    def finish(self, used: torch.Tensor | None = None) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as known.
 
         It is not committed if a mean is not finite: memory is as it was, and all gradients are NaN, so that
-        a `GradScaler` skips the step, or zeros (`on_nonfinite`). The residuals of `unused` parameters stay as
-        they were, since the caller does not apply their means.
+        a `GradScaler` skips the step, or zeros (`on_nonfinite`).
+
+        `used` says of each parameter, in the order in which they were started, whether this process used it;
+        either all processes pass it or none. Parameters that no process used are then in `unused`: the caller
+        must not apply their means, since their residuals stay as they were.
         """
         with self._all_sent():
+            if used is not None:
+                self._find_unused(used)
             on_cpu, is_under_way = self._plans.device.type == "cpu", True
             while is_under_way:
                 # Write results while the last messages are in flight, as an accelerator does anyway. Not in
@@ -227,10 +212,11 @@ class Step:
                 if on_cpu:
                     self._scheduler.commit_early()
                 is_under_way = self._scheduler.advance_next()
-            names = unused if self._unused is None else self._unused.names
-            restored = residuals_restored(self._memory, names) if names else nullcontext()
+            restored = residuals_restored(self._memory, self.unused) if self.unused else nullcontext()
             with profiler_range("thinwire: commit"), restored:
                 committed = self._commit()
+            if committed and self.unused:
+                self._zero_unused()
             if self._intra_node is not None:
                 self._gather(self._intra_node)
             # After the commit: plans use the number of steps before this one.
@@ -241,6 +227,28 @@ class Step:
         self._clock.end_step()
         self._ended(self, committed)
         return committed
+
+    def _find_unused(self, used: torch.Tensor) -> None:
+        """Find the parameters that no process used."""
+        # After all first messages, since processes may start buckets at different points of their passes.
+        work, flags = self._send_used(used)
+        self._flags_work.append(work)  # for `drain`
+        # Wait after the first round, which was sent before; and before the commit, since no message may fail
+        # after memory is written.
+        self._scheduler.advance()
+        work.wait()
+        self._flags_work.clear()
+        # A process that has used all need not read the answer, for which the host may wait for a device.
+        if used.device.type != "cpu" or not used.all():
+            names = [spec.name for bucket in self._buckets for spec in bucket.specs]
+            self.unused = {name for name, is_used in zip(names, flags.tolist(), strict=True) if not is_used}
+
+    def _zero_unused(self) -> None:
+        """Zero the means of unused parameters: they stay in the residual, and must not be applied as well."""
+        for part in [bucket.own_part for bucket in self._buckets]:
+            for spec, mean in zip(part.specs, part.gradients, strict=True):
+                if spec.name in self.unused:
+                    mean.zero_()
 
     def _gather(self, intra_node: Transport) -> None:
         """All-gather the means of all parts inside the machine, even if the step was not committed."""
@@ -300,7 +308,7 @@ class Step:
                 state.unsynced_names |= bucket.names
         else:
             state.nonfinite_steps += 1
-        if tuple([bucket.specs for bucket in self._buckets]) != self._plans.specs_of_last:  # rare
+        if tuple(map(attrgetter("specs"), self._buckets)) != self._plans.specs_of_last:  # rare
             self._plans.note(self._buckets)
         if state.torn == self._name:
             state.torn = ""
@@ -353,10 +361,7 @@ class Step:
         if self._state.may_remember:
             # Until all means have arrived: memory has this step, but the gradients do not yet.
             self._state.torn = self._state.torn or self._name
-        tasks, num_buckets = self._scheduler.tasks, len(self._buckets)
-        self._scheduler.commit(tasks[:num_buckets], is_healthy)
-        # Last, since it zeroes gradients that the buckets have just written.
-        self._scheduler.commit(tasks[num_buckets:])
+        self._scheduler.commit(self._scheduler.tasks, is_healthy)
 
     def _is_healthy(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return whether the step is healthy, not read back; with machines, also whether any has memory."""
@@ -393,7 +398,7 @@ class Step:
 
     def drain(self) -> None:
         """Wait for the messages that were in flight when the step was abandoned."""
-        for _, work in self._reducing:
+        for work in [*self._flags_work, *(work for _, work in self._reducing)]:
             with suppress(CommunicationError):
                 work.wait()
         self._scheduler.drain()

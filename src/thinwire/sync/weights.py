@@ -10,7 +10,6 @@ import torch
 
 from thinwire.comm import Transport
 from thinwire.errors import ConfigError, StepError
-from thinwire.tensors import accelerators
 from thinwire.tensors.accelerators import to_device_async
 
 Weight: TypeAlias = "float | Callable[[], float]"
@@ -62,9 +61,7 @@ class Weights:
         value = self._weight() if callable(self._weight) else self._weight
         number = number_of(value)
         device = self._groups[-1].data_device
-        total = to_device_async(
-            device, torch.tensor(number, dtype=accelerators.widest_dtype(device), device="cpu")
-        )
+        total = to_device_async(device, torch.tensor(number, dtype=torch.float64, device="cpu"))
         # Send an invalid weight, too: the others would wait for a process that raised. NaN reaches all.
         for group in self._groups:
             group.all_reduce(total, f"{step}, the sum of weights").wait()

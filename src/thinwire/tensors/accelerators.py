@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 
 import torch
 
@@ -44,35 +43,6 @@ def wait_for(device: torch.device) -> None:
     """Wait until a device has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-@cache
-def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64: Apple's do not, and some of Intel's do not."""
-    if device.type in ("cpu", "cuda", "meta"):
-        return True
-    try:
-        torch.ones(1, dtype=torch.float64, device=device).add_(1)
-    # The dtype or the instruction is missing.
-    except (TypeError, RuntimeError):
-        return False
-    return True
-
-
-def in_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float64; on the CPU, which makes the host wait, if its device has no float64."""
-    if has_float64(tensor.device):
-        return tensor.double()
-    warn_once(
-        f"devices of type {tensor.device.type} do not support float64, so the CPU computes the bases of "
-        "low-rank steps, and the host waits"
-    )
-    return tensor.cpu().double()
-
-
-def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for a device's sums of reported figures: float64 if it has it, else fp32."""
-    return torch.float64 if has_float64(device) else torch.float32
 
 
 def warn_once(sentence: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from thinwire.adapters.setup import allow_steps_inside, log_start, refuse_averag
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.sharded.view import Piece, ShardedModel, pieces_of, replicas_of, sharded_like
 from thinwire.algorithms import Algorithm
-from thinwire.comm import ProcessGroupTransport, Transport, Work, agree, copy_from, gather_values
+from thinwire.comm import ProcessGroupTransport, Transport, agree, copy_from, gather_values
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
@@ -312,14 +312,13 @@ class FSDPAdapter:
                     self._open_all()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
-                flags_work, unused = self._find_unused()
+                used = [
+                    id(piece.parameter) in self._changed and piece.parameter.grad is not None
+                    for piece in self._pieces
+                ]
                 step = cast(Step, self._step)
-                # Wait for the flags before the commit, since no message may fail after memory is written; and
-                # after the first round, which was sent before them.
-                step.advance()
-                flags_work.wait()
-                committed = step.finish(unused)
-                self._write_gradients(unused)
+                committed = step.finish(torch.tensor(used, device="cpu"))
+                self._write_gradients(step.unused)
                 if not self._has_order:
                     self._learn_order()
         finally:
@@ -331,21 +330,6 @@ class FSDPAdapter:
         if not committed:
             engine.reporter.warn_of_nonfinite()
         engine.raise_unless(committed)
-
-    def _find_unused(self) -> tuple[Work, set[str]]:
-        """Send a flag for each parameter that this replica used; return the parameters that none has used.
-
-        Collective, after all buckets: how many were started during the pass differs between replicas. A
-        replica that has used all parameters need not wait for the message.
-        """
-        pieces = self._pieces
-        used = [id(piece.parameter) in self._changed and piece.parameter.grad is not None for piece in pieces]
-        flags_work, flags = self.engine.send_used(used)
-        if all(used):
-            return flags_work, set()
-        flags_work.wait()
-        used_by_any = zip(pieces, flags.tolist(), strict=True)
-        return flags_work, {piece.name for piece, is_used in used_by_any if not is_used}
 
     def _abandon(self) -> None:
         self.engine.abandon()
@@ -398,7 +382,7 @@ class FSDPAdapter:
         for bucket in self._buckets:
             bucket.state = engine.open(bucket.state.specs, bucket.device)
 
-    def _write_gradients(self, unused: Collection[str]) -> None:
+    def _write_gradients(self, unused: set[str]) -> None:
         for bucket in self._buckets:
             # Free the copies bucket by bucket.
             flat, bucket.flat = cast(torch.Tensor, bucket.flat), None

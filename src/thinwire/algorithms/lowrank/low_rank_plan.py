@@ -18,7 +18,6 @@ from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Requests
 from thinwire.checks import listed
 from thinwire.kernels.dispatch import name_of_kernels_for
-from thinwire.tensors import accelerators
 
 MAX_NAMES = 4
 
@@ -106,10 +105,10 @@ class LowRankPlan(BucketPlan):
 
 
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the joint norm of each route's tensors, all of one dtype, in their device's widest dtype."""
+    """Return the joint norm of each route's tensors, all of one dtype, in float64."""
     # One operation: on an accelerator each norm by itself would be one launch or several.
     norms = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
-    # In float64 where available: the square of a large fp32 norm overflows fp32.
+    # In float64: the square of a large fp32 norm overflows fp32.
     sizes = [len(of_route) for of_route in of_routes]
-    parts = norms.to(accelerators.widest_dtype(norms.device)).split_with_sizes(sizes)
+    parts = norms.double().split_with_sizes(sizes)
     return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])
