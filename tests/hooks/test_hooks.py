@@ -284,6 +284,17 @@ def renamed(value: Any, names: dict[str, str]) -> Any:
 
 
 @in_each_process(2)
+def test_a_hook_of_ones_own_may_average_some_buckets_itself() -> None:
+    state = new_state()
+
+    def of_ones_own(own_state, bucket):  # type: ignore[no-untyped-def]
+        return hooks.powerSGD_hook(state, bucket) if bucket.index() else hooks.allreduce_hook(None, bucket)
+
+    gradients_of(hooked(None, of_ones_own), range(3))  # the first pass has a single bucket
+    assert (state.stats().steps, set(dict(state.state_dict()["error"]))) == (2, {"0.weight"})
+
+
+@in_each_process(2)
 def test_inside_a_hook_of_ones_own_one_model_must_hold_the_parameters() -> None:
     model, state = new_model(), new_state()
     twins = [DistributedDataParallel(model.module) for _ in range(2)]

@@ -105,7 +105,8 @@ def adapter_of_hook(
 class DDPAdapter:
     """Starts DDP's buckets in steps of an `Engine`, and returns their means as futures."""
 
-    is_in_every_step = True  # False if a hook may average with others, or not at all, in some steps
+    # False if a hook may average with others, or not at all, in some steps or buckets.
+    is_in_every_step = True
 
     def __init__(self, engine: Engine, model: DistributedDataParallel) -> None:
         self.engine, self.sync = engine, GradientSync(engine)
@@ -176,7 +177,7 @@ class DDPAdapter:
         # Finish in the hook's last call, not in a future's callback: those run on separate threads. Rank 0
         # could send messages of step 8 before the last ones of step 7, rank 1 after them: both would wait.
         for parameter, name in self._buckets.outside.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and self.is_in_every_step:
                 raise ddp_model.unaveraged(name)
         used = torch.cat([flags.to(self._flags[0].device) for flags in self._flags]) if self._flags else None
         if not step.finish(used):
