@@ -84,6 +84,8 @@ def adapter_of_hook(
     transport: Transport,
     settings: Settings,
     layout: Layout = False,
+    *,
+    is_in_every_step: bool = True,
 ) -> "DDPAdapter":
     """Return an adapter for a hook that is called with this state and first bucket. Collective."""
     models = ddp_model.find_ddp_models(  # a hook does not get its model
@@ -96,9 +98,10 @@ def adapter_of_hook(
         found = f"found {len(models)} DDP models for this {type(hook_state).__name__}, expected one"
         raise ConfigError(f"{found}; {ONE_EACH}, and keep one DDP model of the same parameters")
     adapter = adapter_of(models[0], algorithm, transport, settings, layout)
-    adapter.is_in_every_step = not is_hidden
+    adapter.is_in_every_step = is_in_every_step and not is_hidden
     ddp_model.guard(models[0])
-    setup.log_start(adapter.engine, models[0].parameters())
+    if is_in_every_step:
+        setup.log_start(adapter.engine, models[0].parameters())
     return adapter
 
 
