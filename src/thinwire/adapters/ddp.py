@@ -100,6 +100,8 @@ def adapter_of_hook(
     adapter = adapter_of(models[0], algorithm, transport, settings, layout)
     adapter.is_in_every_step = is_in_every_step and not is_hidden
     ddp_model.guard(models[0])
+    if is_hidden:
+        setup.allow_steps_inside(adapter)  # the user's hook may step when a bucket's future is done
     if is_in_every_step:
         setup.log_start(adapter.engine, models[0].parameters())
     return adapter
