@@ -15,7 +15,8 @@ from processes import in_each_process
 def test_processes_whose_models_drift_apart_are_told() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    # A quantized weight is of a subclass.
+    # A quantized weight is of a subclass; so is a parameter of a tensor with its own class.
+    model.own = nn.Parameter(torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})))
     model.quantized = type("Quantized", (nn.Parameter,), {})(torch.zeros(2, dtype=torch.int8), False)
     thinwire.check_replicas(model)
     if dist.get_rank() == 1:

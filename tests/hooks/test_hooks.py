@@ -284,6 +284,38 @@ def renamed(value: Any, names: dict[str, str]) -> Any:
 
 
 @in_each_process(2)
+def test_a_hook_of_ones_own_may_average_some_buckets_itself() -> None:
+    state = new_state()
+
+    def of_ones_own(own_state, bucket):  # type: ignore[no-untyped-def]
+        return hooks.powerSGD_hook(state, bucket) if bucket.index() else hooks.allreduce_hook(None, bucket)
+
+    gradients_of(hooked(None, of_ones_own), range(3))  # the first pass has a single bucket
+    assert (state.stats().steps, set(dict(state.state_dict()["error"]))) == (2, {"0.weight"})
+
+
+@in_each_process(2)
+def test_a_hook_of_ones_own_may_step_when_a_bucket_is_averaged() -> None:
+    state, before = new_state(), new_model()
+
+    def of_ones_own(own_state, bucket):  # type: ignore[no-untyped-def]
+        optimizer = torch.optim.SGD(bucket.parameters(), lr=1.0)
+
+        def step(future):  # type: ignore[no-untyped-def]
+            for parameter, mean in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                parameter.grad = mean.clone()
+            optimizer.step()
+            return future.value()
+
+        return hooks.powerSGD_hook(state, bucket).then(step)
+
+    model = hooked(None, of_ones_own)
+    means = gradients_of(model, range(1))
+    for after, first, mean in zip(model.parameters(), before.parameters(), means, strict=True):
+        torch.testing.assert_close(after, first - mean)
+
+
+@in_each_process(2)
 def test_inside_a_hook_of_ones_own_one_model_must_hold_the_parameters() -> None:
     model, state = new_model(), new_state()
     twins = [DistributedDataParallel(model.module) for _ in range(2)]

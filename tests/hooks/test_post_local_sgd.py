@@ -106,6 +106,15 @@ def test_its_messages_in_16_bits() -> None:
 
 
 @in_each_process(2)
+def test_a_process_alone_in_its_subgroup_is_no_mistake() -> None:
+    alone = [dist.new_group([process_rank]) for process_rank in range(2)][dist.get_rank()]
+    model = with_state(hooks.PostLocalSGDState(None, alone, 1, on_nonfinite="zero"))
+    with patch("thinwire.adapters.setup.logger") as logger:
+        train(model, new_optimizer(model), range(3))
+    assert not logger.method_calls
+
+
+@in_each_process(2)
 def test_facts_15_parameters_without_a_gradient_are_averaged() -> None:
     """torch leaves them out, though earlier steps have moved them; with none left it fails."""
     model = new_model()

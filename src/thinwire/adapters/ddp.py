@@ -84,6 +84,8 @@ def adapter_of_hook(
     transport: Transport,
     settings: Settings,
     layout: Layout = False,
+    *,
+    is_in_every_step: bool = True,
 ) -> "DDPAdapter":
     """Return an adapter for a hook that is called with this state and first bucket. Collective."""
     models = ddp_model.find_ddp_models(  # a hook does not get its model
@@ -96,16 +98,20 @@ def adapter_of_hook(
         found = f"found {len(models)} DDP models for this {type(hook_state).__name__}, expected one"
         raise ConfigError(f"{found}; {ONE_EACH}, and keep one DDP model of the same parameters")
     adapter = adapter_of(models[0], algorithm, transport, settings, layout)
-    adapter.is_in_every_step = not is_hidden
+    adapter.is_in_every_step = is_in_every_step and not is_hidden
     ddp_model.guard(models[0])
-    setup.log_start(adapter.engine, models[0].parameters())
+    if is_hidden:
+        setup.allow_steps_inside(adapter)  # the user's hook may step when a bucket's future is done
+    if is_in_every_step:
+        setup.log_start(adapter.engine, models[0].parameters())
     return adapter
 
 
 class DDPAdapter:
     """Starts DDP's buckets in steps of an `Engine`, and returns their means as futures."""
 
-    is_in_every_step = True  # False if a hook may average with others, or not at all, in some steps
+    # False if a hook may average with others, or not at all, in some steps or buckets.
+    is_in_every_step = True
 
     def __init__(self, engine: Engine, model: DistributedDataParallel) -> None:
         self.engine, self.sync = engine, GradientSync(engine)
@@ -176,7 +182,7 @@ class DDPAdapter:
         # Finish in the hook's last call, not in a future's callback: those run on separate threads. Rank 0
         # could send messages of step 8 before the last ones of step 7, rank 1 after them: both would wait.
         for parameter, name in self._buckets.outside.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and self.is_in_every_step:
                 raise ddp_model.unaveraged(name)
         used = torch.cat([flags.to(self._flags[0].device) for flags in self._flags]) if self._flags else None
         if not step.finish(used):

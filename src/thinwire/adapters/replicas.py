@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,8 +56,8 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
             remedy = 'pass replicas=mesh["replicate"]'
             raise AttachError(f"{name} is sharded, so processes hold different shards; {remedy}")
     compared = names_in(model) if isinstance(model, DistributedDataParallel) else model.parameters()
-    # Detached, a parameter of a subclass, such as a quantized weight, is a plain tensor.
-    tensors = [local_tensor(parameter).detach() for parameter in compared]
+    # A parameter of a subclass, such as a quantized weight, as a plain tensor.
+    tensors = [local_tensor(parameter).as_subclass(torch.Tensor) for parameter in compared]
     group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     transport = ProcessGroupTransport(group, tensors[0].device if tensors else None)
     first, *others = gather_numbers([digest_of(tensors)], transport, "check_replicas()")

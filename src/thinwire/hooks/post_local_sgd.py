@@ -138,9 +138,9 @@ def averaged(state: PostLocalSGDState, bucket: GradBucket, wire: WireDtype | Non
         # One adapter per group, kept: its step spans all buckets of a backward pass.
         if transport.group not in state._adapters:
             settings = Settings(on_nonfinite=state.on_nonfinite)
-            adapter = adapter_of_hook(state, bucket, cast_in(wire), transport, settings)
-            adapter.is_in_every_step = False
-            state._adapters[transport.group] = adapter
+            state._adapters[transport.group] = adapter_of_hook(
+                state, bucket, cast_in(wire), transport, settings, is_in_every_step=False
+            )
         return state._adapters[transport.group].run(bucket)
     divide_by_contributors(bucket.parameters(), flat, transport.size)
     return sent_mean(flat, wire, transport, purpose)
