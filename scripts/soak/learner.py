@@ -28,7 +28,7 @@ from thinwire import checkpoint
 from thinwire.algorithms import Quantize
 from thinwire.demo.gpt import Text, fixed_batches, load_text, sample_batch
 from thinwire.elastic import DiLoCo, Group, Steps, TorchftGroup
-from thinwire.local_sgd.groups import torchft_client
+from thinwire.local_sgd.groups import torchft_group
 from thinwire.tensors.layout import local_tensor
 
 EVERY, BATCH, CONTEXT, LR = 4, 64, 8, 3e-3
@@ -193,14 +193,14 @@ def made_deadly(learner: Learner, group: TorchftGroup) -> None:
 
     learner.die_in_all_to_all = die_in_all_to_all
     if moment == "receiving":
-        torchft_client.receive_state = lambda *_: die()  # type: ignore[attr-defined]
-    send_state = torchft_client.send_state  # type: ignore[attr-defined]
+        torchft_group.receive_state = lambda *_: die()  # type: ignore[attr-defined]
+    send_state = torchft_group.send_state  # type: ignore[attr-defined]
 
     def serve(*args: Any) -> None:
         learner.serve()
         send_state(*args)
 
-    torchft_client.send_state = serve  # type: ignore[assignment, attr-defined]
+    torchft_group.send_state = serve  # type: ignore[assignment, attr-defined]
 
 
 @contextmanager

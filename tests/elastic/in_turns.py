@@ -30,12 +30,6 @@ def alone(lighthouse: InProcessLighthouse | None = None) -> InProcessGroup:
     return InProcessGroup(lighthouse or InProcessLighthouse())
 
 
-def uncounted(group: InProcessGroup, committed: bool, commit: Any = InProcessGroup.commit) -> None:
-    """Take the place of `InProcessGroup.commit`: nobody is behind then, nor sent a state."""
-    commit(group, committed)
-    group.commits = min(group.commits, 1)
-
-
 class Reached:
     """Waits until a member has made so many steps."""
 

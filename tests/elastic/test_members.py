@@ -24,7 +24,7 @@ class FirstOnly(InProcessGroup):
         super().__init__(InProcessLighthouse())
         self.inside, self.error = inside, error
 
-    def start_quorum(self) -> None:
+    def start_quorum(self, commits: int) -> None:
         raise self.error
 
 
@@ -44,7 +44,7 @@ def test_whatever_ends_the_first_process_of_a_member_reaches_the_others(
 
     def met(rank: int) -> BaseException:
         with pytest.raises(BaseException) as raised:  # noqa: PT011
-            MachineGroup(FirstOnly(inside[rank], error), has_parts=False).start_quorum()
+            MachineGroup(FirstOnly(inside[rank], error), has_parts=False).start_quorum(0)
         return raised.value
 
     first, *others = run_members(3, met)

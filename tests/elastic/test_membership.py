@@ -20,17 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.in_turns import FEW_BITS, VOTE, InTurns, Killed, Turn, alone, clean_lives, uncounted
+from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone, clean_lives
 from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, TopK
 from thinwire.comm import InProcessTransport, run_members
 from thinwire.comm.in_process import wait_for
 from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
 from thinwire.errors import AttachError, CommunicationError, ConfigError, StateError
+from thinwire.local_sgd.admission import admitted
 from thinwire.local_sgd.elastic_contributor import ElasticChanges
 from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.group import NoQuorumError
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
+from thinwire.local_sgd.member_status import MemberStatus
 from thinwire.sync.state import digest_of
 from thinwire.watch import read_run
 
@@ -260,7 +262,6 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
         return start(changes, known, scale, step, **options)
 
     monkeypatch.setattr(ElasticChanges, "start", noted)
-    monkeypatch.setattr(InProcessGroup, "commit", uncounted)
     faults = {1: (VOTE, turn + 2)}
     run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults=faults)
     assert run.results == ["done"] * 3
@@ -277,21 +278,32 @@ def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost()
     assert (stats.losses, stats.joins) == (1, 1)
 
 
-def test_who_has_not_yet_started_from_what_it_was_sent_hands_that_on() -> None:
-    run = Run([0, 0, 0], faults={0: ("who takes part", 1, Killed)})
-    assert run.results == ["killed", "done", "done"]
-    run.check_equal()
-
-
 @pytest.mark.parametrize("joins_at", [[0, 0, 0, 3], [0, 0, 0, 0, 3]])
 def test_most_of_those_who_were_here_decide_whose_model_is_kept(joins_at: list[int]) -> None:
-    # The first one is the source of the newcomer, which does not make two of one.
     run = Run(joins_at, ends={0: (2, "stray")}, wait_seconds=2.0)
     assert run.results == ["done"] * len(joins_at)
     run.check_equal()
     assert run.adapters[0].membership().lost_error > 0
     assert run.adapters[1].membership().lost_error == 0
     assert {step for step, _ in run.models} == {0, 2, 4, 6, 8}  # its own steps do not count
+
+
+@pytest.mark.parametrize(
+    ("held", "are_new"),
+    [
+        ([(0, 0), (0, 0)], [True, True]),  # the first one's model is sent
+        ([(0, 0), (7, 1), (0, 0)], [True, False, True]),
+        ([(7, 4), (9, 5), (7, 4)], [True, False, True]),
+        ([(7, 5), (9, 5), (9, 5), (3, 4)], [True, False, False, True]),
+        ([(7, 5), (9, 5)], [False, True]),
+    ],
+)
+def test_the_lineage_of_most_averagings_is_kept_and_then_that_of_most_members(
+    held: list[tuple[int, int]], are_new: list[bool]
+) -> None:
+    statuses = admitted([MemberStatus(3, lineage=lineage, commits=commits) for lineage, commits in held])
+    assert [status.is_new for status in statuses] == are_new
+    assert [status.weight for status in statuses] == [float(not is_new) for is_new in are_new]
 
 
 class TwoKinds(nn.Module):
@@ -368,8 +380,8 @@ def test_of_a_compiled_block_newcomers_are_sent_besides_only_what_is_not_average
     model = nn.Sequential(Wrapper(block), nn.Linear(4, 4))
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
     group = alone()
-    with LocalSGD(model, optimizer, every_steps=2, group=group):
-        assert set(group.provide()["members"]["not_averaged"]) == {"0.bias"}
+    with LocalSGD(model, optimizer, every_steps=2, group=group) as local:
+        assert set(local._contributor.state()["members"]["not_averaged"]) == {"0.bias"}
 
 
 def test_work_that_nobody_has_counted_is_told() -> None:
@@ -421,6 +433,19 @@ def test_a_member_with_another_setting_is_refused_by_name_and_the_others_go_on(
     run.check_equal()
 
 
+def test_newcomers_are_sent_no_state_while_there_are_too_few() -> None:
+    class Few(Run):
+        def train(self, member: int) -> str:
+            self.groups[member].min_members = 3
+            return super().train(member)
+
+    with patch.object(InProcessGroup, "join") as joined:
+        run = Few([0, 0], wait_seconds=0.1)
+    assert run.results == ["CommunicationError"] * 2
+    assert str(run.errors[0]).endswith("at least min_members=3 members are running")
+    assert not joined.called
+
+
 def test_a_member_that_changes_its_model_says_so_at_its_next_averaging_and_the_others_go_on() -> None:
     class Freezing(Run):
         def end(self, how: str, member: int) -> None:
@@ -447,7 +472,7 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
             for optimizer in optimizers[0]:
                 optimizer.step()
         assert adapters[0].steps == 3
-        adopt(adapters[1], deserialize(serialize(groups[0].provide())))
+        adopt(adapters[1], deserialize(serialize(adapters[0]._contributor.state())))
         for one, other in zip(*optimizers, strict=True):
             sent, held = (each.state_dict()["state"] for each in (one, other))
             assert sent[0]

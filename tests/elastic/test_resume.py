@@ -327,8 +327,8 @@ class Unequal(InTurns[Any]):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         start_quorum = group.start_quorum
 
-        def met() -> None:
-            start_quorum()
+        def met(commits: int) -> None:
+            start_quorum(commits)
             # All stand where the last one has come; who was earlier has waited.
             self.waited[member] += max(self.clocks) - self.clocks[member]
             wait_for(Turn())

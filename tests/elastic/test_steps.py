@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone, clean_lives, uncounted
+from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone, clean_lives
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, TopK
 from thinwire.comm.in_process import wait_for
-from thinwire.elastic import InProcessGroup, Steps
+from thinwire.elastic import Steps
 from thinwire.errors import ConfigError, LeftError, StepError
 
 LR = 0.1
@@ -148,8 +148,7 @@ def test_who_misses_the_last_message_alone_takes_the_step_late() -> None:
     assert 2 not in {step for step, put_in in run.put_in.items() if 1 in put_in}
 
 
-def test_gradients_of_a_step_taken_late_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InProcessGroup, "commit", uncounted)
+def test_gradients_of_a_step_taken_late_count_once() -> None:
     run = Run([0, 0, 0], adam=False, algorithm=AllReduce(), faults={1: (VOTE, 3)})
     assert [len(gradients) for gradients in run.put_in.values()] == [3, 3, 2, 3, 3, 3]
     torch.testing.assert_close(run.moved(), run.meant(), rtol=1e-5, atol=1e-6)

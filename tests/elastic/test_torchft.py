@@ -8,7 +8,6 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from commands import EXAMPLES, assert_compressed_and_agreed, run_python, stand_ins
 from job import PATIENCE_SECONDS, Job
 from thinwire.elastic import TorchftGroup
-from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
+from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError
 from thinwire.local_sgd.groups import torchft_client
 from thinwire.local_sgd.groups.group import NoQuorumError
 
@@ -90,46 +89,21 @@ def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
         TorchftGroup("http://127.0.0.1:1")
 
 
-def test_newcomers_are_sent_no_state_while_there_are_too_few(job: Job) -> None:
-    options: dict[str, Any] = {"min_members": 3, "wait_seconds": 20, "hostname": "127.0.0.1"}
-    groups = [TorchftGroup(job.address, **options) for _ in range(2)]
-    try:
-        send = patch.object(torchft_client, "send_state", wraps=torchft_client.send_state)  # type: ignore[attr-defined]
-        with send as sent, ThreadPoolExecutor() as threads:
-            sizes: list[int] = []
-            while sizes != [2, 2]:  # one may have met alone before the lighthouse knew of the other
-                for group in groups:
-                    group.commit(False) if sizes else None
-                list(threads.map(TorchftGroup.start_quorum, groups))
-                sizes = [group.transport.size for group in groups]
-        assert {each.args[0] for each in sent.call_args_list} == {None}
-        assert [group.received for group in groups] == [None, None]
-        assert [group._manager.current_step() for group in groups] == [0, 0]
-    finally:
-        for group in groups:
-            group.leave()
-
-
-def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
+def test_torchft_is_told_the_members_count_and_asked_again_until_it_answers(job: Job) -> None:
     group = TorchftGroup(job.address, timeout_seconds=5, wait_seconds=20, hostname="127.0.0.1")
     try:
-        for answer in ({"return_value": False}, {"side_effect": TimeoutError("no answer")}):
-            group.start_quorum()
-            with patch.object(group._manager, "should_commit", **answer):
+        for commits, answer in enumerate([False, TimeoutError("no answer")]):
+            group.start_quorum(commits)
+            with patch.object(group._manager, "should_commit", side_effect=[answer]):
                 group.commit(True)
-        assert group._manager.current_step() == 2
-        group.start_quorum()
+        group.start_quorum(2)
         group.commit(False)
         assert group._manager.current_step() == 2
-        cause = Mock(original_exception=StateError("it can't be sent"))
-        with (
-            patch.object(group._manager, "errored", return_value=cause),
-            pytest.raises(StateError, match="can't be sent"),
-        ):
-            group.start_quorum()
+        group.start_quorum(2)  # connects again
         asked: list[timedelta] = []
 
-        def no_answer(timeout: timedelta) -> None:
+        def no_answer(timeout: timedelta, *, allow_heal: bool) -> None:
+            assert not allow_heal
             asked.append(timeout)
             if len(asked) == 1:
                 raise torchft_client.LighthouseGoneError
@@ -140,7 +114,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             patch.object(group._manager, "start_quorum", no_answer),
             patch("thinwire.local_sgd.groups.torchft_group.PAUSE_SECONDS", 0.0),
         ):
-            group.start_quorum()
+            group.start_quorum(2)
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.
         assert [each / asked[0] for each in asked[:3]] == [1, 1, 2]
         assert asked[0] == timedelta(seconds=7.5)
@@ -148,13 +122,13 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         group.is_leaving, group._timeout, group.wait_seconds = lambda: True, timedelta(seconds=960), 3600.0
         gone = patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer"))
         with gone, pytest.raises(LeftError, match=r"the lighthouse .* does not answer \(no answer\)"):
-            group.start_quorum()
+            group.start_quorum(2)
         late = patch.object(group._manager, "start_quorum", side_effect=TimeoutError("status: Cancelled"))
         with late, pytest.raises(LeftError, match=r"does not answer \(no quorum in 1440 s\)"):
-            group.start_quorum()
+            group.start_quorum(2)
         group.wait_seconds = 0.0
         with late, pytest.raises(NoQuorumError, match=r"no quorum in 0.1 s\). See on the page"):
-            group.start_quorum()
+            group.start_quorum(2)
     finally:
         group.leave()
     assert group._client.has_left

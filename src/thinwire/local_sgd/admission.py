@@ -1,7 +1,7 @@
 """Decides who takes part in an averaging: the same on all members, from the statuses of all.
 
 A *lineage* is a digest of the averagings behind a model, and of their members. Members average only models of
-one lineage; the others start again from the state of a member that has it.
+one lineage; the others start from the state of a member that has it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from thinwire.comm import gather_values
 from thinwire.comm.agreement import check_same
@@ -59,7 +60,7 @@ class Admission:
         """Refuse members with another `min_members`, and wait if there are fewer members than that."""
         # If it differed, some would send, and others ask for a quorum again.
         own = self._group.min_members
-        needed = [status.min_members for status in statuses if not status.is_new]
+        needed = [status.min_members for status in statuses if status.lineage]
         usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
         error = AgreementError(
             f"this member has min_members={own}, but the members that it met have min_members={usual}, so "
@@ -147,13 +148,15 @@ def next_lineage(lineage: int, quorum_id: int, statuses: Sequence[MemberStatus])
     return int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
 
 
-def kept_lineage(statuses: Sequence[MemberStatus]) -> int:
-    """Return the lineage that all continue from; members of another one must start again."""
-    lineages = [status.lineage for status in statuses]
-    committed = {status.doubt for status in statuses if status.doubt}.intersection(lineages)
-    if committed:  # a member has committed the averaging that others are in doubt of
-        return min(committed)
-    # Newcomers have no vote: they would count the member that sent them its model twice.
-    voted = [status.lineage for status in statuses if not status.is_new] or lineages
+def admitted(statuses: Sequence[MemberStatus]) -> tuple[MemberStatus, ...]:
+    """Return the statuses with a lineage of 0, and no contribution, for all that start from another's state.
+
+    The lineage of the most averagings is kept; of several, that of the most members. If none has averaged
+    yet, all are new.
+    """
+    furthest = max(status.commits for status in statuses)
     # All members see the same rows, so all choose the same one: the most frequent, or the first of these.
-    return Counter(voted).most_common(1)[0][0]
+    lineages = [status.lineage for status in statuses if status.commits == furthest]
+    kept = Counter(lineages).most_common(1)[0][0]
+    restarted: dict[str, Any] = {"lineage": 0, "step": 0, "weight": 0.0, "error_norm": 0.0}
+    return tuple(it if it.lineage == kept != 0 else it._replace(**restarted) for it in statuses)

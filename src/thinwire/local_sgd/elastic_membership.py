@@ -6,10 +6,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import gather_numbers
@@ -20,7 +18,7 @@ from thinwire.local_sgd.admission import (
     RefusedError,
     TooFewError,
     TryAgainError,
-    kept_lineage,
+    admitted,
     next_lineage,
 )
 from thinwire.local_sgd.elastic_contributor import ElasticContributor, Values
@@ -30,10 +28,11 @@ from thinwire.local_sgd.groups.machine_group import (
     in_all_processes,
     reduced_over_local_processes,
 )
-from thinwire.local_sgd.groups.state_transfer import broadcast_residual, lineage_of, plain
+from thinwire.local_sgd.groups.state_transfer import broadcast_residual, plain
 from thinwire.local_sgd.inner_optimizers import inner_settings
 from thinwire.local_sgd.member_status import MembershipStats, MemberStatus, StatusGather
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
+from thinwire.local_sgd.saved_state import LoadedState
 from thinwire.sync.state import digest_of
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class ElasticMembership:
     """Averages with all present members, repeatedly if it fails; keeps track of the members.
 
     All members commit an averaging, or none: its last message says that each has received everything. A
-    member that misses only that is in doubt: it keeps the averaging, and the next quorum says what holds.
+    member that misses only that is in doubt: it keeps the averaging, until the others say what holds.
 
     When members come or go, those who stay multiply their residual by new over old number, which keeps the
     mean over the members.
@@ -69,7 +68,9 @@ class ElasticMembership:
         self.is_leaving = False  # may be set: whether to leave after the next averaging
         self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
         self._admission = Admission(contributor, kind)
-        self._member = self._draw_number()
+        # No other member has this number. It does not depend on seeds that the user's script sets.
+        number = random.SystemRandom().getrandbits(NUMBER_BITS) | 1
+        self._member = int(self.group.broadcast_scalar(number))
         # The number of members over which this residual is averaged; 0 for members that resume together.
         self._residual_members = 1
         self._agreed_at_change = 0  # the group's `num_changes` when settings were last compared
@@ -77,7 +78,6 @@ class ElasticMembership:
         self._doubt: _Averaging | None = None
         self._is_saving = False
         self._saved: dict[str, Any] | None = None
-        self.group.provide = self._provided
         self.group.is_leaving = lambda: self.is_leaving
 
     @property
@@ -122,7 +122,6 @@ class ElasticMembership:
     def resume(self) -> None:
         """Continue from a saved state that the contributor has loaded, and other members may have, too."""
         self._residual_members = 0
-        self.group.reset(self._contributor.commits)
 
     def leave(self) -> None:
         """Leave immediately. A residual that has not been handed over is lost."""
@@ -254,29 +253,27 @@ class ElasticMembership:
     def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Values]:
         """Return the members of the next averaging, and this member's values as far as they are known.
 
-        1. A quorum is formed; it may send this member the others' state, which replaces its own.
-        2. All exchange statuses. From these alone they refuse members, and choose the lineage to continue. If
-           any is in doubt, it then knows what the others have done, and all exchange statuses again.
-        3. If the members have changed, they compare their settings, and newcomers load their state.
+        1. A quorum is formed, which connects its members.
+        2. All exchange statuses. If any is in doubt, it then knows what the others have done, and all
+           exchange statuses again. From these alone they refuse members, and choose the lineage to continue.
+        3. If the members have changed, they compare their settings, and newcomers receive the others' state.
         """
-        group = self.group
-        self._start_quorum()
-        (statuses, values), is_new = self._gather_statuses(), group.received is not None
-        if is_new and not all(status.is_finite for status in statuses):
-            # The received state may be from a member that has diverged, optimizers too: receive another one.
-            self._start_over()
+        group, start = self.group, time.perf_counter()
+        try:
+            group.start_quorum(self._contributor.commits)
+        finally:
+            self.stats.quorum_seconds += time.perf_counter() - start
+        statuses, values = self._gather_statuses()
         # Decide in this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start
         # over: rank 0 waits for rank 1's round 1, rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
-        # Chosen before doubts are resolved: what some have committed goes before what most have.
-        kept = kept_lineage(statuses)
         if any(status.doubt for status in statuses):
-            self._resolve_doubt(kept)
+            self._resolve_doubt(statuses)
             statuses, values = self._gather_statuses()
-        self._check_lineage(statuses, kept)
+        statuses = admitted(statuses)
         self._admission.check_finite(statuses)
         self._admission.check_optimizers(statuses)
-        if self._agreed_at_change != group.num_changes:
+        if self._agreed_at_change != group.num_changes or any(status.is_new for status in statuses):
             # Agree before adopting a state: a refused member has changed nothing. Scale the residual even if
             # the averaging then fails: the next change of members starts from this number.
             self._admission.agree(statuses)
@@ -285,36 +282,18 @@ class ElasticMembership:
         # A newcomer's values are those of its own model, which the others' has replaced.
         return statuses, {} if statuses[group.control.rank].is_new else values
 
-    def _start_quorum(self) -> None:
-        """Wait for a quorum, and decide what a state from the others means."""
-        start = time.perf_counter()
-        try:
-            self.group.start_quorum()
-        finally:
-            self.stats.quorum_seconds += time.perf_counter() - start
-        received = self.group.received
-        if received is None:
-            return
-        if self._doubt is not None and self._doubt.lineage == lineage_of(received):
-            # The others have committed the averaging that this member has prepared. It will commit it too,
-            # and then has their state, and keeps its residual.
-            self.group.received = None
-        else:
-            self._member = self._draw_number()  # for the others, it is a new member
-
     def _gather_statuses(self) -> tuple[tuple[MemberStatus, ...], Values]:
         group, contributor = self.group, self._contributor
         weight, values = contributor.contribution()
-        is_new = group.received is not None
         own = MemberStatus(
-            step=0 if is_new else contributor.steps,
-            weight=0.0 if is_new else weight,
+            step=contributor.steps,
+            weight=weight,
             is_finite=are_finite(values),
             is_leaving=self.is_leaving,
-            is_new=is_new,
             is_saving=self._is_saving,
             member=self._member,
-            lineage=contributor.lineage if group.received is None else lineage_of(group.received),
+            lineage=contributor.lineage,
+            commits=contributor.commits,
             doubt=0 if self._doubt is None else self._doubt.lineage,
             min_members=group.min_members,
             error_norm=contributor.next_engine.state.error_norm(),
@@ -324,25 +303,33 @@ class ElasticMembership:
         own = reduced_over_local_processes(own, group)
         return StatusGather(own, group.control, "who takes part in an averaging").read(), values
 
+    def _resolve_doubt(self, statuses: Sequence[MemberStatus]) -> None:
+        """Commit the averaging in doubt if another member has, and else drop it."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is None:
+            return
+        if any(status.lineage == doubt.lineage for status in statuses):
+            self._commit(doubt)
+        else:
+            doubt.abandon()
+
     def _join(self, statuses: Sequence[MemberStatus]) -> None:
-        """Start with changed members: load a received state, and rescale the residual to their number."""
-        group, are_new = self.group, [status.is_new for status in statuses]
-        if group.has_parts and all(are_new):
-            # The member that sent its state to the first process has gone, and so have the other parts.
-            self._start_over()
-            raise TryAgainError("no member is left that holds all parts of the model")
-        # The member's first process has received the state: give it to the others.
-        in_all_processes(lambda: group.join(are_new), group)
-        if group.received is not None:
-            self._load(group.received)
+        """Start with changed members: newcomers load one's state, and residuals fit the members' number."""
+        group, contributor = self.group, self._contributor
+        old = [rank for rank, status in enumerate(statuses) if not status.is_new] or [0]
+        source = old[0]
+        newcomers = [rank for rank, status in enumerate(statuses) if status.is_new and rank != source]
+        state = in_all_processes(lambda: group.join(contributor.state, source, newcomers), group)
+        if state is not None:
+            self._load(contributor.check_state(state))
         # Members that resume from a state each have its mean residual; a newcomer has none.
-        before = self._residual_members or sum(not is_new for is_new in are_new)
-        for engine in {self._contributor.engine, self._contributor.engine_after(0)}:
+        before = self._residual_members or len(old)
+        for engine in {contributor.engine, contributor.engine_after(0)}:
             engine.regroup(group.control.size / before)
         self._residual_members = group.control.size
 
-    def _load(self, received: Mapping[str, Any]) -> None:
-        """Start from a state that the others have sent."""
+    def _load(self, loaded: LoadedState) -> None:
+        """Start from a state that another member has sent."""
         contributor = self._contributor
         lost = contributor.next_engine.state.error_norm()
         # If a run resumes, the members that continued before this one have its residual.
@@ -350,42 +337,5 @@ class ElasticMembership:
             loss = f", and its residual of norm {lost:g} is lost" if lost else ""
             logger.warning("this member was away, so it restarts from the others' state%s", loss)
             self.stats.lost_error += lost
-        contributor.start_from(contributor.check_state(received))
-        self._residual_members = self.group.control.size
-        self.statuses, self.group.received = (), None
-
-    def _start_over(self) -> None:
-        """Let the next quorum send this member the others' state, in place of one already received."""
-        self.group.received = None
-        self.group.reset()
-
-    def _provided(self) -> Mapping[str, Any]:
-        """Return the state that a newcomer starts from."""
-        device = self._contributor.model.device
-        if device.type != "cpu":
-            # This runs on a torchft thread, whose stream does not wait for the training stream.
-            torch.accelerator.synchronize(device)
-        # Send the state it is about to load: its own model is not shared yet.
-        return self._contributor.state() if self.group.received is None else self.group.received
-
-    def _resolve_doubt(self, kept: int) -> None:
-        """Commit the averaging in doubt if all continue from it, and else drop it."""
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None and doubt.lineage == kept:
-            self.group.received = None
-            self._commit(doubt)
-        elif doubt is not None:
-            doubt.abandon()
-
-    def _check_lineage(self, statuses: Sequence[MemberStatus], kept: int) -> None:
-        """Make members of another lineage start again."""
-        if any(status.lineage != kept for status in statuses):
-            if statuses[self.group.control.rank].lineage != kept:
-                self._start_over()
-            raise TryAgainError(
-                "members come from different averagings, so some must restart from the others' state"
-            )
-
-    def _draw_number(self) -> int:
-        """Return a number that no other member has, independent of seeds that the user's script sets."""
-        return int(self.group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))
+        contributor.start_from(loaded)
+        self._residual_members, self.statuses = self.group.control.size, ()

@@ -30,15 +30,20 @@ class MemberStatus(NamedTuple):
     outer_settings: int = 0  # a digest of the outer optimizer's settings that schedules change
     # Set by elastic members.
     is_leaving: bool = False  # after this averaging
-    is_new: bool = False  # it starts from the others' state
     is_saving: bool = False  # after this averaging
     member: int = 0  # a random number, drawn when it joined
-    lineage: int = 0  # the digest of the committed averagings behind its model
+    lineage: int = 0  # the digest of the committed averagings behind its model; 0 if it starts from others
+    commits: int = 0  # the number of these averagings
     doubt: int = 0  # the lineage after an averaging that it can commit if others have; 0 if there is none
     min_members: int = 1  # the number that it needs for an averaging
     error_norm: float = 0.0  # of its residual
     inner_settings: int = 0  # a digest of its inner optimizers' settings
     averagings: int = 0  # since it joined
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it starts from another member's state; see `admitted`."""
+        return self.lineage == 0
 
 
 KINDS = tuple(get_type_hints(MemberStatus).values())

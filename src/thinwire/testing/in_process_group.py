@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from thinwire.comm import InProcessTransport
 from thinwire.comm.in_process import Awaited, wait_for
 from thinwire.errors import CommunicationError
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
+from thinwire.local_sgd.groups.state_transfer import broadcast_state
 
 MAX_STANDSTILLS = 8
 
@@ -33,17 +34,10 @@ class InProcessLighthouse:
             return
         self.quorum_id += 1
         self.asking.sort(key=self.members.index)
-        furthest = max(member.commits for member in self.asking)
-        source = next(member for member in self.asking if member.commits == furthest)
-        others = [member for member in self.asking if member is not source]
-        behind = [member for member in others if member.commits < furthest or furthest == 0]
-        state = serialize(source.provide() if behind else None)
         members = InProcessTransport.group(len(self.asking))
         for member, transport in zip(self.asking, members, strict=True):
             member.transport.transport, member.quorum_id = transport, self.quorum_id
             member.num_changes += 1
-        for member in behind:
-            member.received, member.commits = deserialize(state), furthest
         self.there, self.asking = list(self.asking), []
 
 
@@ -66,12 +60,11 @@ class InProcessGroup(Group):
         super().__init__(lighthouse.min_members, lighthouse.wait_seconds, **lighthouse.options)
         self.kind = "in one process"
         self.leaves_on_sigterm = False  # a signal to the process does not say for which member it is
-        self.commits = 0
         self._lighthouse = lighthouse
         lighthouse.members.append(self)
         lighthouse.there.append(self)
 
-    def start_quorum(self) -> None:
+    def start_quorum(self, commits: int) -> None:
         lighthouse = self._lighthouse
         if self not in lighthouse.there:
             lighthouse.there.append(self)
@@ -95,10 +88,13 @@ class InProcessGroup(Group):
     def commit(self, committed: bool) -> None:
         if not committed and isinstance(self.transport.transport, InProcessTransport):
             self.transport.transport.abort()
-        self.commits += committed
 
-    def reset(self, commits: int = 0) -> None:
-        self.commits = commits
+    def join(self, state: Callable[[], Mapping[str, Any]], source: int, newcomers: Sequence[int]) -> Any:
+        if not newcomers:
+            return None
+        rank = self.transport.rank
+        received = broadcast_state(state() if rank == source else None, self.transport, source)
+        return received if rank in newcomers else None
 
     def leave(self) -> None:
         if self in self._lighthouse.there:

@@ -40,12 +40,9 @@ class Group(ABC):
         quorum_id: The last quorum's number, the same on all its members.
         num_changes: How often this member was connected to others so far: each time the members have changed
             or an averaging has failed.
-        received: The state that the others have sent this member to start from, until it is loaded; None if
-            it is up to date.
         kind: The name of what finds the members, the same on all of them.
         leaves_on_sigterm: Whether this member leaves after the averaging that follows a SIGTERM.
         is_leaving: Returns whether this member was asked to leave; it then waits for no others.
-        provide: Returns a newcomer's initial state. It is called inside `start_quorum`, on any thread.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -73,9 +70,7 @@ class Group(ABC):
         self.has_parts = False
         self.quorum_id = -1
         self.num_changes = 0
-        self.received: Mapping[str, Any] | None = None
         self.is_leaving: Callable[[], bool] = bool
-        self.provide: Callable[[], Mapping[str, Any]] = dict
 
     @property
     def control(self) -> Transport:
@@ -86,17 +81,16 @@ class Group(ABC):
         """Broadcast a number from the member's rank 0, such as elapsed time. Collective."""
         return value
 
-    def join(self, are_new: Sequence[bool]) -> None:
-        """Give all processes of this member what its first one has: the members, and `received`."""
-        assert self.inside.size == 1, "a member of several processes has a MachineGroup"
-
     def abort(self) -> None:
         """Make this process's messages fail, and so those of the others."""
         self.commit(False)
 
     @abstractmethod
-    def start_quorum(self) -> None:
+    def start_quorum(self, commits: int) -> None:
         """Wait for the quorum of the next averaging, and connect `transport` to its members.
+
+        Args:
+            commits: The number of averagings behind this member's model.
 
         Raises:
             CommunicationError: Members were found but not connected; a `NoQuorumError` if none were found.
@@ -108,8 +102,14 @@ class Group(ABC):
         """End the averaging. If it was not committed, abort the messages of all other members."""
 
     @abstractmethod
-    def reset(self, commits: int = 0) -> None:
-        """Set this member's count of averagings; at 0, the next quorum sends it the others' state."""
+    def join(self, state: Callable[[], Mapping[str, Any]], source: int, newcomers: Sequence[int]) -> Any:
+        """Connect to changed members; send one's state to newcomers, and return it on these. Collective.
+
+        Args:
+            state: Returns this member's state.
+            source: The rank of the member that sends its own.
+            newcomers: The ranks of those that receive it.
+        """
 
     @abstractmethod
     def leave(self) -> None:

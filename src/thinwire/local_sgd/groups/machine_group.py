@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import CombinedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group, NoQuorumError
-from thinwire.local_sgd.groups.state_transfer import deserialize, lineage_of, serialize
+from thinwire.local_sgd.groups.state_transfer import broadcast_state
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
 
 PURPOSE = "the processes of a member telling each other"
@@ -41,8 +41,8 @@ class MachineGroup(Group):
         self._control = _FirstProcessTransport(group.transport if self._is_first else None, self.inside)
         self.transport = group.transport if has_parts else Wrapped(self._control)
         self._address = ""  # where the processes of one local rank find each other
+        self._connected_at = 0  # the `num_changes` when this process was last connected to these
         group.is_leaving = lambda: self.is_leaving()  # noqa: PLW0108 - it is set later
-        group.provide = lambda: self.provide()  # noqa: PLW0108
 
     @property
     def control(self) -> Transport:
@@ -51,34 +51,31 @@ class MachineGroup(Group):
     def broadcast_scalar(self, value: float) -> float:
         return gather_numbers([value], self.inside, PURPOSE)[0][0]
 
-    def start_quorum(self) -> None:
-        *connection, lineage = broadcast_outcome(self._start_first_quorum, self.inside)
+    def start_quorum(self, commits: int) -> None:
+        def start() -> list[Any]:
+            group, transport = self._group, self._group.transport
+            group.start_quorum(commits)
+            return [transport.rank, transport.size, group.quorum_id, group.num_changes, group.address]
+
+        connection = broadcast_outcome(start, self.inside)
         self._control.rank, self._control.size, self.quorum_id, self.num_changes, self._address = connection
-        if not self._is_first:  # until `join` receives the rest
-            self.received = None if lineage is None else {"members": {"lineage": lineage}}
 
-    def _start_first_quorum(self) -> list[Any]:
-        group, transport = self._group, self._group.transport
-        group.start_quorum()
-        if group.received is not None:
-            self.received, group.received = group.received, None
-        lineage = None if self.received is None else lineage_of(self.received)
-        connection = [transport.rank, transport.size, group.quorum_id, group.num_changes, group.address]
-        return [*connection, lineage]
+    def join(self, state: Callable[[], Mapping[str, Any]], source: int, newcomers: Sequence[int]) -> Any:
+        inside, members, group = self.inside, self._control, self._group
+        if self.has_parts:
+            # The quorum has already connected the first processes.
+            if not self._is_first and self._connected_at != self.num_changes:
+                group.connect(f"{self._address}/{inside.rank}", members.rank, members.size)
+                self._connected_at = self.num_changes
+            return group.join(state, source, newcomers)
+        received = None
 
-    def join(self, are_new: Sequence[bool]) -> None:
-        inside, members = self.inside, self._control
-        if self.has_parts and not self._is_first:  # the quorum has already connected the first processes
-            address = f"{self._address}/{inside.rank}"
-            received = self._group.join_local_rank(address, members.rank, members.size, are_new)
-            self.received = None if self.received is None else received
-        elif not self.has_parts and self.received is not None:
-            data = serialize(self.received)  # in other processes, a lineage without the state that they get
-            length = int(self.broadcast_scalar(len(data)))
-            sent = (data if self._is_first else data.new_empty(length)).to(inside.control_device)
-            inside.broadcast(sent, 0, PURPOSE).wait()
-            if not self._is_first:
-                self.received = deserialize(sent.cpu())
+        def join_first() -> None:
+            nonlocal received
+            received = group.join(state, source, newcomers)
+
+        broadcast_outcome(join_first, inside)
+        return broadcast_state(received, inside, 0) if members.rank in newcomers else None
 
     def abort(self) -> None:
         self._group.abort()
@@ -88,10 +85,6 @@ class MachineGroup(Group):
             self._group.commit(committed)
         elif not committed:
             self._group.abort()
-
-    def reset(self, commits: int = 0) -> None:
-        if self._is_first:
-            self._group.reset(commits)
 
     def leave(self) -> None:
         self._group.leave()

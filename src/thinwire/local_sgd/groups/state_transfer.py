@@ -69,25 +69,23 @@ def deserialize(data: torch.Tensor) -> Any:
         ) from error
 
 
-def lineage_of(state: Any) -> int:
-    """Return the lineage of a received state."""
-    members = state.get("members") if isinstance(state, Mapping) else None
-    lineage = members.get("lineage") if isinstance(members, Mapping) else None
-    if not isinstance(lineage, int):
-        raise StateError(
-            "the initial state that this member received has no lineage, expected a mapping with one, got a "
-            f"{type(state).__name__}; install the same version of Thinwire on all members"
-        )
-    return lineage
-
-
-def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newcomers: Sequence[int]) -> None:
+def send_state(state: object, transport: GroupTransport, newcomers: Sequence[int]) -> None:
     """Send a state to members that call `receive_state`, one after the other."""
     data = serialize(state)
     for newcomer in newcomers:
         transport.send(torch.tensor([len(data)], device="cpu"), newcomer, PURPOSE).wait()
         for part in torch.split(data, PART_BYTES):
             transport.send(part, newcomer, PURPOSE).wait()
+
+
+def broadcast_state(state: object, transport: Transport, source: int) -> Any:
+    """Return a member's state on all members. Collective."""
+    data = serialize(state)
+    length = torch.tensor([len(data)], device=transport.control_device)
+    transport.broadcast(length, source, PURPOSE).wait()
+    sent = (data if transport.rank == source else data.new_empty(int(length))).to(transport.control_device)
+    transport.broadcast(sent, source, PURPOSE).wait()
+    return deserialize(sent.cpu())
 
 
 def broadcast_residual(errors: Iterable[torch.Tensor], transport: Transport, rank: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The parts of torchft that a `TorchftGroup` uses: lighthouse client, process group, state transport."""
+"""The parts of torchft that a `TorchftGroup` uses: lighthouse client, process group."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,7 +16,6 @@ from urllib.parse import urlsplit
 
 from thinwire.comm.process_group import GroupTransport
 from thinwire.errors import MissingExtraError
-from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
 
 LOOK_SECONDS = 0.2  # between checks that the lighthouse is still alive while a request waits
 REACH_SECONDS = 5.0
@@ -139,42 +136,17 @@ class ConfiguredGroup:
         self.size = 0
 
 
-class NothingSentError(Exception):
-    """There are too few members for an averaging."""
-
-
-class StateTransport:
-    """Sends a newcomer's initial state over the members' own process group, without another port.
-
-    If there are too few members for an averaging, only this fact is sent: the newcomer would receive the same
-    state again at the next attempt.
-    """
-
-    def __init__(self, group: ConfiguredGroup, min_members: int) -> None:
-        self._group, self._min_members = group, min_members
+class NoCheckpoints:
+    """Takes the place of torchft's transport of checkpoints, which would listen at another port."""
 
     def metadata(self) -> str:
         return "thinwire"
 
-    def send_checkpoint(
-        self, dst_ranks: Sequence[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
-    ) -> None:
-        is_enough = self._group.size >= self._min_members
-        send_state(state_dict if is_enough else None, self._group.transport(), dst_ranks)
-
     def disallow_checkpoint(self) -> None:
-        pass  # everything was sent when `send_checkpoint` returned
-
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        state = receive_state(self._group.transport(), src_rank, timeout.total_seconds())
-        if state is None:
-            # Raise: otherwise torchft would count this member among those that have the state. Trust the
-            # sender: this member's min_members may differ, for which it is refused later.
-            raise NothingSentError
-        return state
+        pass
 
     def shutdown(self, wait: bool = True) -> None:
-        pass  # there is no server
+        pass
 
 
 def checked_version() -> str:

@@ -6,10 +6,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from thinwire.checks import number
 from thinwire.comm.agreement import said_if_slow
 from thinwire.comm.process_group import processes_of_job
-from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
+from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError
 from thinwire.local_job import LAUNCHER
 from thinwire.local_sgd.groups.group import Group, NoQuorumError
 from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
@@ -26,9 +25,8 @@ from thinwire.local_sgd.groups.torchft_client import (
     OLDEST,
     ConfiguredGroup,
     LighthouseGoneError,
-    NothingSentError,
+    NoCheckpoints,
     QuorumClient,
-    StateTransport,
     checked_version,
     torchft_module,
 )
@@ -134,9 +132,10 @@ class TorchftGroup(Group):
         try:
             self._manager = torchft.Manager(
                 pg=self._group,
-                # Only stored: the caller's thread loads it, after all members have agreed.
-                load_state_dict=partial(setattr, self, "received"),
-                state_dict=lambda: self.provide(),  # noqa: PLW0108 - it is set later
+                # Members send states themselves, after they have agreed on whose.
+                load_state_dict=None,
+                state_dict=None,
+                checkpoint_transport=NoCheckpoints(),
                 min_replica_size=1,
                 use_async_quorum=False,
                 timeout=self._timeout,
@@ -150,7 +149,6 @@ class TorchftGroup(Group):
                 replica_id=name,
                 hostname=host,
                 heartbeat_interval=HEARTBEAT,
-                checkpoint_transport=StateTransport(self._group, self.min_members),
             )
         except RuntimeError as error:
             raise CommunicationError(
@@ -170,21 +168,18 @@ class TorchftGroup(Group):
         client = QuorumClient(self._manager._client, self._manager, self._group, self._lighthouse)
         self._client = self._manager._client = client
 
-    def start_quorum(self) -> None:
+    def start_quorum(self, commits: int) -> None:
+        self._manager.load_state_dict({"step": commits, "batches_committed": commits})
         give_up_at = time.monotonic() + self.wait_seconds
         words = "has waited %g s for the other members at the lighthouse %s, whose page lists who has joined"
         with said_if_slow(PATIENCE_SECONDS, logger.warning, words, PATIENCE_SECONDS, self._lighthouse):
             self._ask(give_up_at)
         failed = self._manager.errored()
-        cause = None if failed is None else failed.original_exception
-        if isinstance(cause, StateError):  # this member's own error: another quorum would not help
-            raise cause
-        # Too few members for an averaging are connected anyway: the members all find that out themselves.
-        is_joined = cause is None or isinstance(cause, NothingSentError)
-        if not is_joined or self._group.size == 0:
+        if failed is not None or self._group.size == 0:
+            cause = None if failed is None else failed.original_exception
             raise CommunicationError(
-                f"could not connect to the members of quorum {self._group.quorum_id}, or receive their "
-                f"state: {cause or 'the group was aborted and not rejoined'}; retrying"
+                f"could not connect to the members of quorum {self._group.quorum_id}: "
+                f"{cause or 'the group was aborted and not rejoined'}; retrying"
             ) from cause
         self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
         self.address = self._group.address
@@ -200,7 +195,7 @@ class TorchftGroup(Group):
         while True:
             limit = min(patience, timedelta(seconds=max(0.1, give_up_at - time.monotonic())))
             try:
-                self._manager.start_quorum(timeout=limit)
+                self._manager.start_quorum(allow_heal=False, timeout=limit)
                 return
             except (RuntimeError, TimeoutError, LighthouseGoneError) as error:
                 # Otherwise the next call would raise the same error before it asks.
@@ -229,38 +224,31 @@ class TorchftGroup(Group):
             # Immediately, so that the others' messages fail as well, instead of timing out.
             self._group.abort()
             self._manager.report_error(CommunicationError("the averaging failed"))
-        counted = self._manager.current_step() + committed
         try:
             self._manager.should_commit()
         except (RuntimeError, TimeoutError) as error:
             logger.warning("torchft's manager did not record an averaging: %s", error)
-        if self._manager.current_step() != counted:
-            # The members' last message has decided; torchft only counts. With another count than the others,
-            # this member would receive a model that it already has, or send them one.
-            self.reset(counted)
-
-    def reset(self, commits: int = 0) -> None:
-        self._manager.load_state_dict({"step": commits, "batches_committed": commits})
 
     def abort(self) -> None:
         self._group.abort()
 
-    def join_local_rank(
-        self, address: str, rank: int, size: int, are_new: Sequence[bool]
-    ) -> Mapping[str, Any] | None:
-        """Connect to this local rank's processes in other members; return the initial state, if new."""
+    def connect(self, address: str, rank: int, size: int) -> None:
+        """Connect a member's process, not its first, to those of its local rank in other members."""
         try:
             self._group.connect(address, "", rank, size)
         except Exception as error:  # torchft raises all kinds of errors
             raise CommunicationError(
                 f"could not connect to the processes of this local rank in other members: {error}"
             ) from error
-        self.transport.transport = transport = self._group.transport()
-        source = are_new.index(False)
-        newcomers = [member for member, is_new in enumerate(are_new) if is_new]
-        if rank == source:
-            send_state(self.provide(), transport, newcomers)
-        return receive_state(transport, source, self._timeout.total_seconds()) if are_new[rank] else None
+        self.transport.transport = self._group.transport()
+
+    def join(self, state: Callable[[], Mapping[str, Any]], source: int, newcomers: Sequence[int]) -> Any:
+        transport = self._group.transport()
+        if transport.rank == source and newcomers:
+            send_state(state(), transport, newcomers)
+        if transport.rank not in newcomers:
+            return None
+        return receive_state(transport, source, self._timeout.total_seconds())
 
     def leave(self) -> None:
         if self._manager is None:
