@@ -105,7 +105,7 @@ def put_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module are compiled: by `torch.compile(module)` or `module.compile()`."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
 def has_recorded_a_graph() -> bool:

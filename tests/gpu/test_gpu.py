@@ -32,11 +32,10 @@ from thinwire.kernels.matrices import Rows
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
-from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
+from thinwire.kernels.triton.limits import OLDEST_CAPABILITY, warn_fallback
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
 from thinwire.sync.settings import HostCheck
-from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS
 from thinwire.tensors.entries import EntryLayout
@@ -219,10 +218,10 @@ def test_triton_serves_where_it_can() -> None:
         assert kernels_for(like, 4) is kernels_for(like.bfloat16(), 32) is triton_kernels.LOW_RANK
         assert code_kernels_for(like) is triton_codes.CODES
         assert entry_kernels_for(like.bfloat16(), layout) is triton_entries.ENTRIES
-        assert not accelerators.warned
+        assert not warn_fallback.cache_info().currsize
     else:
         assert kernels_for(like, 4) is LOW_RANK
-        assert accelerators.warned
+        assert warn_fallback.cache_info().currsize
 
 
 @needs_gpu

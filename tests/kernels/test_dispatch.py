@@ -13,7 +13,6 @@ import torch
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.kernels.triton import limits as triton_limits
-from thinwire.tensors import accelerators
 
 needs_numba = pytest.mark.skipif(
     find_spec("numba") is None, reason="NO NUMBA HERE: nothing compiled was tested"
@@ -37,11 +36,10 @@ def test_numba_serves_fp32_one_thread_and_small_matrix_ranks() -> None:
 
 
 @pytest.fixture
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_told() -> Iterator[None]:
     """As in a new process."""
-    of_triton = triton_limits.why_unusable, triton_limits._why_out_of_reach
+    of_triton = triton_limits.why_unusable, triton_limits._why_out_of_reach, triton_limits.warn_fallback
     asked = dispatch._load_numba, dispatch._first_that_serves, *of_triton
-    monkeypatch.setattr(accelerators, "warned", set())
     for found in asked:
         found.cache_clear()
     yield

@@ -10,6 +10,8 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from socket import gethostname
+from types import SimpleNamespace
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +25,7 @@ from commands import run_all
 from processes import Typed, in_each_process
 from test_lab import real, undisturbed
 from thinwire.cli.probe import describe_streams, show
+from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import LinkSpec, Network
 from thinwire.launch import group_of_one
@@ -122,6 +125,20 @@ def test_a_budget_too_small_to_tell_the_rate_is_told() -> None:
             call()
     assert "bandwidth  not known: a larger --budget-seconds sends larger messages" in shown(found)
     assert "inf" not in shown(found)
+
+
+def test_a_late_process_that_waits_for_little_does_not_change_the_factors() -> None:
+    """10 Mbit/s and a round trip of 20 ms: 64 KiB are almost there when the late process starts."""
+    prober = Prober(cast(ProcessGroupTransport, SimpleNamespace(size=2, rank=0)), torch.device("cpu"))
+    kinds = iter([(0.062, 0.005)] * 5 + [(0.063, 0.01)] * 5 + [(0.124, 0.124)] * 5)
+
+    def seconds_of(start: object, last: int, late_seconds: float) -> list[float]:
+        all_seconds, late = next(kinds)
+        return [late if rank == last else all_seconds for rank in range(2)]
+
+    with patch.object(prober, "seconds_of", seconds_of):
+        factors = prober.time_collectives([Timing(4, [0.01]), Timing(1 << 16, [0.06])], 2.5)
+    assert factors == {"all_gather": pytest.approx(63 / 62), "all_to_all": 2}
 
 
 def shown(found: Probe) -> str:

@@ -14,7 +14,8 @@ from thinwire.errors import CommunicationError
 
 Item = TypeVar("Item")
 
-MAX_DIMENSIONS = 16
+# A shape and a dtype as text, padded to one length on all members: enough for a hundred dimensions.
+DESCRIBED_BYTES = 512
 
 # Copied in one message, unless a single tensor is larger. A member holds two more copies of each message.
 COPIED_BYTES = 64 << 20
@@ -103,27 +104,14 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
 
     Shapes and dtypes are compared first: if they differ, a backend would hang or mix them up.
     """
-    # Padded, so that the description of any number of dimensions has the same length.
-    described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape[:MAX_DIMENSIONS]]
-    padding = [-1] * (MAX_DIMENSIONS + 2 - len(described))
-    everyone = gather_numbers([*described, *padding], transport, "comparing the shapes to gather")
-    if any(other != everyone[0] for other in everyone):
-        kinds = [
-            f"process {rank}: {tuple(map(int, shape[: int(dimensions)]))} {_DTYPES[int(dtype)]}"
-            for rank, (dtype, dimensions, *shape) in enumerate(everyone)
-        ]
+    described = f"{tuple(tensor.shape)} {tensor.dtype}".encode().ljust(DESCRIBED_BYTES)[:DESCRIBED_BYTES]
+    everyone = gather_bytes(described, transport, "comparing the shapes to gather")
+    if len(set(everyone)) > 1:
+        kinds = [f"process {rank}: {kind.decode().rstrip()}" for rank, kind in enumerate(everyone)]
         raise CommunicationError(
             f"all processes must gather one shape and type, got {'; '.join(kinds)}; pad or cast first"
-        )
-    # Check only after comparing: if only some members raised, the others would wait for them.
-    if tensor.dim() > MAX_DIMENSIONS:
-        raise CommunicationError(
-            f"a tensor of {tensor.dim()} dimensions can't be gathered, at most {MAX_DIMENSIONS}"
         )
     flat = tensor.contiguous().view(-1)
     rows = flat.new_empty(transport.size, flat.numel())
     transport.all_gather(rows, flat, "gathering tensors").wait()
     return rows.view(transport.size, *tensor.shape)
-
-
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

@@ -52,7 +52,7 @@ def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     Returns:
         Shape (processes, *tensor.shape).
 
-    Cost: a gather of 18 integers to compare shapes, and one of the tensor; in the backward pass an
+    Cost: a gather of 512 bytes to compare shapes, and one of the tensor; in the backward pass an
     all-to-all in which each process sends every other one the gradient of its slice.
 
     Raises:

@@ -178,8 +178,10 @@ class Prober:
         def typical_seconds(start: Callable[[], Work]) -> float:
             timed = []
             for number in range(COLLECTIVE_REPETITIONS + 1):
-                last = number % self.transport.size  # time from when this process has started
-                timed.append(self.seconds_of(lambda: [start()], last, late_seconds)[last])
+                # Until all have ended: the late process may have received most of a short message when it
+                # starts, and latency and noise would decide how long it waits for the rest.
+                last = number % self.transport.size
+                timed.append(max(self.seconds_of(lambda: [start()], last, late_seconds)))
             return median(timed[1:])  # the first one makes connections
 
         self.progress(f"all-gather and all-to-all, {message_bytes:,} bytes")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
-
-warned: set[str] = set()  # by `warn_once`
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -43,10 +39,3 @@ def wait_for(device: torch.device) -> None:
     """Wait until a device has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def warn_once(sentence: str) -> None:
-    """Warn once in this process that a device uses slower kernels than it could."""
-    if sentence not in warned:
-        warned.add(sentence)
-        warnings.warn(sentence, stacklevel=2)

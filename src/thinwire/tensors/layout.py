@@ -32,7 +32,7 @@ def stack_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     offsets = [tensor.storage_offset() for tensor in tensors]
     step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
     is_even = step > 0 and offsets == [offsets[0] + step * place for place in range(len(tensors))]
-    is_one = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    is_one = len({storage_key(tensor) for tensor in tensors}) == 1
     if not (is_even and is_one and all(tensor.is_contiguous() for tensor in tensors)):
         return None
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))

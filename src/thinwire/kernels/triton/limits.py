@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-
-from thinwire.tensors.accelerators import warn_once
 
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
@@ -91,7 +90,8 @@ def why_unusable() -> str:
     return ""
 
 
+@cache
 def warn_fallback(why: str) -> bool:
-    """Warn once that PyTorch's kernels are used, and why; return False."""
-    warn_once(f"{why}: PyTorch's kernels are used, in several times as many launches")
+    """Warn once in this process that PyTorch's kernels are used, and why; return False."""
+    warnings.warn(f"{why}: PyTorch's kernels are used, in several times as many launches", stacklevel=2)
     return False
