@@ -316,13 +316,17 @@ def test_a_hook_of_ones_own_may_step_when_a_bucket_is_averaged() -> None:
 
 
 @in_each_process(2)
-def test_inside_a_hook_of_ones_own_one_model_must_hold_the_parameters() -> None:
-    model, state = new_model(), new_state()
-    twins = [DistributedDataParallel(model.module) for _ in range(2)]
-    for twin in twins:
-        twin.register_comm_hook(None, _hiding(state))
-    with pytest.raises(thinwire.ConfigError, match="found 2 DDP models for this PowerSGDState"):
-        gradients_of(twins[0], range(1))
+def test_inside_a_hook_of_ones_own_one_module_must_hold_the_parameters() -> None:
+    module = new_model().module
+    # Two models of one module, as when a notebook's cell has run again, count as one.
+    for second in (module, nn.Sequential(module)):
+        twins, state = [DistributedDataParallel(module), DistributedDataParallel(second)], new_state()
+        for twin in twins:
+            twin.register_comm_hook(None, _hiding(state))
+        if second is module:
+            gradients_of(twins[1], range(1))
+    with pytest.raises(thinwire.ConfigError, match="DDP models for this PowerSGDState"):
+        gradients_of(twins[1], range(1))
 
 
 @in_each_process(2)

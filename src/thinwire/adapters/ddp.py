@@ -92,14 +92,18 @@ def adapter_of_hook(
         lambda model: any(state is hook_state for _, state in comm_hooks(model))
     )
     is_hidden = not models  # inside the user's own hook
+    kinds: set[object] = set(models)
     if is_hidden:
         models = ddp_model.hooked_models_with(bucket.parameters())
-    if len(models) != 1:
+        # Models of one module may be one that a notebook has replaced, and its successor: take either.
+        kinds = {(m.module, m.find_unused_parameters, m.static_graph) for m in models}
+    if len(kinds) != 1:
         found = f"found {len(models)} DDP models for this {type(hook_state).__name__}, expected one"
         raise ConfigError(f"{found}; {ONE_EACH}, and keep one DDP model of the same parameters")
     adapter = adapter_of(models[0], algorithm, transport, settings, layout)
     adapter.is_in_every_step = is_in_every_step and not is_hidden
-    ddp_model.guard(models[0])
+    for model in models:
+        ddp_model.guard(model)
     if is_hidden:
         setup.allow_steps_inside(adapter)  # the user's hook may step when a bucket's future is done
     if is_in_every_step:
@@ -329,7 +333,7 @@ class DDPBuckets:
         for parameter in parameters:
             if parameter not in self._names:
                 words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
-                raise ConfigError(f"{words}, which the model did not have in its first step; {ONE_EACH}")
+                raise ConfigError(f"{words}, which its model does not have; {ONE_EACH}")
             self.outside.pop(parameter, None)
         return tuple(ParameterSpec.of(self._names[parameter], parameter) for parameter in parameters)
 
