@@ -96,7 +96,7 @@ def check_output(option: str, path: Path | None) -> None:
     with _named_errors(option, path):
         path.open("ab").close()
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # machines that share a folder may all try at once
 
 
 def write_output(path: Path, text: str) -> None:
