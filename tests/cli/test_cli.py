@@ -139,13 +139,16 @@ def test_a_path_that_can_not_be_written_is_refused_before_the_work(
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
-def test_trying_a_path_leaves_nothing_behind_and_what_was_there_alone(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
+def test_trying_a_path_changes_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, pipe = tmp_path / "old", tmp_path / "new", tmp_path / "pipe"
     old.write_text("kept")
-    check_output("--save", old)
-    check_output("--save", new)
+    os.mkfifo(pipe)
+    for path in (old, new, pipe):
+        check_output("--save", path)
     make_folder("--output", tmp_path)
-    assert (old.read_text(), os.listdir(tmp_path)) == ("kept", ["old"])
+    assert (old.read_text(), sorted(os.listdir(tmp_path))) == ("kept", ["old", "pipe"])
+    monkeypatch.setattr(Path, "open", lambda *_: BytesIO())  # another machine of the job has removed it
+    check_output("--save", new)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ class Run(InTurns[LocalSGD]):
     """Members that average their models.
 
     `ends` are "leave", "leave late" (in the averaging), "kill", "away" for some averagings, and "stray" (it
-    has averaged with others, who are gone). `options`: settings that some have of their own.
+    has averaged with others, who are gone), "resume" (an older state, with other `min_members`). `options`,
+    `of_groups`: settings that some have of their own, or their groups.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Run(InTurns[LocalSGD]):
         ends: dict[int, tuple[int, str]] | None = None,
         faults: dict[int, tuple[Any, ...]] | None = None,
         options: dict[int, dict[str, Any]] | None = None,
+        of_groups: dict[int, dict[str, Any]] | None = None,
         kind: Callable[..., LocalSGD] = LocalSGD,
         wait_seconds: float = 60.0,
         weigh_by: str = "steps",
@@ -87,7 +89,7 @@ class Run(InTurns[LocalSGD]):
         rate: Callable[[int, int], float] | None = None,
         **shared: Any,
     ) -> None:
-        self.steps, self.kind, self.options = steps, kind, options or {}
+        self.steps, self.kind, self.options, self.of_groups = steps, kind, options or {}, of_groups or {}
         self.rate = rate  # by the steps of all, and a member's own
         self.shared = {"algorithm": FEW_BITS, "every_steps": EVERY, **shared}
         # By turn and member, its steps and its change.
@@ -97,6 +99,7 @@ class Run(InTurns[LocalSGD]):
         super().__init__(joins_at, lighthouse=lighthouse, ends=ends, faults=faults)
 
     def train(self, member: int) -> str:
+        vars(self.groups[member]).update(self.of_groups.get(member, {}))
         torch.manual_seed(member)
         model = nn.Linear(32, 16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,6 +144,8 @@ class Run(InTurns[LocalSGD]):
             for fragment in local._model.fragments:
                 for _, last in fragment.lasts:
                     last.add_(1.0)
+        elif how == "resume":
+            local._contributor.lineage, local._contributor.commits, group.min_members = 7, 1, 2
         elif how == "away":
             self.wait_until(local.steps + 3 * EVERY)
         else:
@@ -419,13 +424,8 @@ def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them(
 def test_a_member_with_another_setting_is_refused_by_name_and_the_others_go_on(
     setting: str, values: tuple[Any, Any], words: str
 ) -> None:
-    class Unlike(Run):
-        def train(self, member: int) -> str:
-            if setting != "every_steps":
-                setattr(self.groups[member], setting, values[member == 2])
-            return super().train(member)
-
-    run = Unlike([0, 0, 3], options={2: {"every_steps": 3}} if setting == "every_steps" else {})
+    own = {member: {setting: values[member == 2]} for member in range(3)}
+    run = Run([0, 0, 3], options=own) if setting == "every_steps" else Run([0, 0, 3], of_groups=own)
     assert run.results == ["done", "done", "AgreementError"]
     assert words in str(run.errors[2])
     assert "the others continue" in str(run.errors[2])
@@ -433,14 +433,13 @@ def test_a_member_with_another_setting_is_refused_by_name_and_the_others_go_on(
     run.check_equal()
 
 
-def test_newcomers_are_sent_no_state_while_there_are_too_few() -> None:
-    class Few(Run):
-        def train(self, member: int) -> str:
-            self.groups[member].min_members = 3
-            return super().train(member)
+def test_who_resumes_an_older_state_does_not_decide_how_many_members_are_needed() -> None:
+    assert Run([0, 0], ends={0: (4, "resume")}).results == ["AgreementError", "done"]
 
+
+def test_newcomers_are_sent_no_state_while_there_are_too_few() -> None:
     with patch.object(InProcessGroup, "join") as joined:
-        run = Few([0, 0], wait_seconds=0.1)
+        run = Run([0, 0], of_groups={rank: {"min_members": 3} for rank in range(2)}, wait_seconds=0.1)
     assert run.results == ["CommunicationError"] * 2
     assert str(run.errors[0]).endswith("at least min_members=3 members are running")
     assert not joined.called

@@ -166,9 +166,7 @@ def test_what_one_worker_owes_stays_with_all_or_none(name: str, algorithm: Algor
     while left:
         gradients = [[torch.zeros(1240, dtype=torch.float16)] for _ in range(2)]
         assert simulation.step(gradients)
-        of_name = dict(zip(["weight", "bias"], gradients[0][0].split_with_sizes([1200, 40]), strict=True))[
-            name
-        ]
+        of_name = gradients[0][0][:1200] if name == "weight" else gradients[0][0][1200:]
         paid = min(left, 65504.0)
         left -= paid
         torch.testing.assert_close(of_name, torch.full_like(of_name, paid), rtol=1e-3, atol=1.0)

@@ -94,9 +94,11 @@ def check_output(option: str, path: Path | None) -> None:
         return
     is_new = not os.path.lexists(path)
     with _named_errors(option, path):
+        if path.is_fifo():
+            return  # its reader would find the end
         path.open("ab").close()
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # machines that share a folder may all try at once
 
 
 def write_output(path: Path, text: str) -> None:

@@ -60,7 +60,7 @@ class Admission:
         """Refuse members with another `min_members`, and wait if there are fewer members than that."""
         # If it differed, some would send, and others ask for a quorum again.
         own = self._group.min_members
-        needed = [status.min_members for status in statuses if status.lineage]
+        needed = [status.min_members for status in statuses if not status.is_new]
         usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
         error = AgreementError(
             f"this member has min_members={own}, but the members that it met have min_members={usual}, so "

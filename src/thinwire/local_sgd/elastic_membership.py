@@ -266,7 +266,7 @@ class ElasticMembership:
         statuses, values = self._gather_statuses()
         # Decide in this order, and from the statuses alone. Otherwise rank 0 could continue and rank 1 start
         # over: rank 0 waits for rank 1's round 1, rank 1 for rank 0 at the lighthouse, until both time out.
-        self._admission.check_number(statuses)
+        self._admission.check_number(admitted(statuses))
         if any(status.doubt for status in statuses):
             self._resolve_doubt(statuses)
             statuses, values = self._gather_statuses()

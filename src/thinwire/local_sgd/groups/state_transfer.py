@@ -85,7 +85,7 @@ def broadcast_state(state: object, transport: Transport, source: int) -> Any:
     transport.broadcast(length, source, PURPOSE).wait()
     sent = (data if transport.rank == source else data.new_empty(int(length))).to(transport.control_device)
     transport.broadcast(sent, source, PURPOSE).wait()
-    return deserialize(sent.cpu())
+    return state if transport.rank == source else deserialize(sent.cpu())
 
 
 def broadcast_residual(errors: Iterable[torch.Tensor], transport: Transport, rank: int) -> list[torch.Tensor]:
