@@ -19,7 +19,7 @@ from commands import EXAMPLES, assert_compressed_and_agreed, run_python, stand_i
 from job import PATIENCE_SECONDS, Job
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError
-from thinwire.local_sgd.groups import torchft_client
+from thinwire.local_sgd.groups import torchft_client, torchft_group
 from thinwire.local_sgd.groups.group import NoQuorumError
 
 pytest.importorskip("torchft")
@@ -99,6 +99,9 @@ def test_torchft_is_told_the_members_count_and_asked_again_until_it_answers(job:
         group.start_quorum(2)
         group.commit(False)
         assert group._manager.current_step() == 2
+        foreign = patch.object(torchft_group, "VERSION", "thinwire 9")
+        with foreign, pytest.raises(CommunicationError, match=r"do not run thinwire 9: .*thinwire 0"):
+            group.start_quorum(2)
         group.start_quorum(2)  # connects again
         asked: list[timedelta] = []
 
@@ -110,10 +113,8 @@ def test_torchft_is_told_the_members_count_and_asked_again_until_it_answers(job:
             if len(asked) < 4:
                 raise TimeoutError("no answer")
 
-        with (
-            patch.object(group._manager, "start_quorum", no_answer),
-            patch("thinwire.local_sgd.groups.torchft_group.PAUSE_SECONDS", 0.0),
-        ):
+        silent = patch.object(group._manager, "start_quorum", no_answer)
+        with silent, patch.object(torchft_group, "PAUSE_SECONDS", 0.0):
             group.start_quorum(2)
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.
         assert [each / asked[0] for each in asked[:3]] == [1, 1, 2]

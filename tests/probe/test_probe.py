@@ -128,10 +128,9 @@ def test_a_budget_too_small_to_tell_the_rate_is_told() -> None:
 
 
 def test_a_late_process_that_waits_for_little_does_not_change_the_factors() -> None:
-    """10 Mbit/s and a round trip of 20 ms: 64 KiB are almost there when the late process starts."""
+    """10 Mbit/s and a round trip of 20 ms: 64 KiB are almost there when the late one, the last, starts."""
     prober = Prober(cast(ProcessGroupTransport, SimpleNamespace(size=2, rank=0)), torch.device("cpu"))
     kinds = iter([(0.062, 0.005)] * 5 + [(0.063, 0.01)] * 5 + [(0.124, 0.124)] * 5)
-    # The late process is the last.
     with patch.object(prober, "seconds_of", lambda *unused: list(next(kinds))):
         factors = prober.time_collectives([Timing(4, [0.01]), Timing(1 << 16, [0.06])], 2.5)
     assert factors == {"all_gather": pytest.approx(63 / 62), "all_to_all": 2}

@@ -45,7 +45,7 @@ class QuorumClient:
         default = 443 if parts.scheme == "https" else 80
         self._address = parts.hostname or "", default if parts.port is None else parts.port
         self._connection: socket.socket | None = None
-        self._members: list[str] = []  # of the last known quorum, the same on all of its members
+        self.members: list[str] = []  # of the last known quorum, the same on all of its members
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -68,9 +68,9 @@ class QuorumClient:
             if self.has_left or self._is_broken():
                 raise LighthouseGoneError("it ended before it answered")
         quorum = answer.result()
-        if quorum.replica_ids != self._members:
+        if quorum.replica_ids != self.members:
             self._manager._quorum_id = -1  # so that it configures the group again
-        self._members = quorum.replica_ids
+        self.members = quorum.replica_ids
         key = repr((quorum.replica_ids, quorum.max_step))
         self._group.prefix = hashlib.sha256(key.encode()).hexdigest()[:16]
         return quorum

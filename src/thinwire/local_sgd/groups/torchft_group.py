@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from thinwire.checks import number
+from thinwire.checks import listed, number
 from thinwire.comm.agreement import said_if_slow
 from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError
@@ -30,10 +30,12 @@ from thinwire.local_sgd.groups.torchft_client import (
     checked_version,
     torchft_module,
 )
+from thinwire.version import __version__
 
 logger = logging.getLogger(__name__)
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+VERSION = f"thinwire {__version__}"  # a part of a member's name, by which the others know it
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
 MEMBER = "THINWIRE_MEMBER"  # this member's number under `thinwire run`, for scripts
@@ -146,7 +148,7 @@ class TorchftGroup(Group):
                 store_addr=host,
                 store_port=self._store.port,
                 lighthouse_addr=self._lighthouse,
-                replica_id=name,
+                replica_id=f"{name} ({VERSION})",
                 hostname=host,
                 heartbeat_interval=HEARTBEAT,
             )
@@ -174,6 +176,12 @@ class TorchftGroup(Group):
         words = "has waited %g s for the other members at the lighthouse %s, whose page lists who has joined"
         with said_if_slow(PATIENCE_SECONDS, logger.warning, words, PATIENCE_SECONDS, self._lighthouse):
             self._ask(give_up_at)
+        # Before any message, whose format another version may not know. Retried: it may leave.
+        if others := [member for member in self._client.members if VERSION not in member]:
+            raise CommunicationError(
+                f"found members that do not run {VERSION}: {listed(others)}; install one version on "
+                "all, or give other programs another lighthouse"
+            )
         failed = self._manager.errored()
         if failed is not None or self._group.size == 0:
             cause = None if failed is None else failed.original_exception
