@@ -83,7 +83,20 @@ class TimedSteps:
     memory_bytes: int = 0
     residual_bytes: int = 0
 
-    def by_messages(self) -> list[list[Timeline]]:
+    def step_seconds(self, network: Network, members: int) -> Quartiles:
+        """Return the quartiles of a step of all members on a network."""
+        # A step's messages are of one kind on all members, and kinds take turns: mix no members of two.
+        of_kinds = [
+            slowest_of([timeline.step_seconds(network) for timeline in alike], members)
+            for alike in self._by_messages()
+        ]
+        median, low, high = map(fmean, zip(*of_kinds, strict=True))
+        return median, low, high
+
+    def wire_bytes(self, members: int) -> float:
+        return fmean(alike[-1].wire_bytes(members) for alike in self._by_messages())
+
+    def _by_messages(self) -> list[list[Timeline]]:
         """Return the timelines, those with equal messages together: alternating low rank has two kinds."""
         alike: dict[tuple[int, ...], list[Timeline]] = {}
         for timeline in self.timelines:
@@ -117,24 +130,14 @@ class PricedSteps:
         """Predict steps on a link, and return advice. Collective."""
         members, round_trips = self.training.members, ROUND_TRIPS_MS if link.counts_round_trips else ()
         inside_seconds = link.inside_seconds(self.gradient_bytes)
-
-        def quartiles(timed: TimedSteps, network: Network) -> Quartiles:
-            # A step's messages are of one kind on all members, and kinds take turns: mix no members of two.
-            of_kinds = [
-                slowest_of([line.step_seconds(network) for line in lines], members)
-                for lines in timed.by_messages()
-            ]
-            median, low, high = map(fmean, zip(*of_kinds, strict=True))
-            return median, low, high
-
         alone = [timeline.seconds for timeline in self.alone.timelines]
         # Without averaging, too, the slowest process sets the pace. The spread is that of single processes.
         numbers = [slowest_of(alone, link.members * link.processes)[0], *slowest_of(alone, 1)[1:]]
         for timed in self.timed.values():
             on_others = [partial(link.transfer, round_trip_seconds=ms / 1e3) for ms in round_trips]
-            seconds = *quartiles(timed, link.transfer), *(quartiles(timed, other)[0] for other in on_others)
-            sent_bytes = fmean(lines[-1].wire_bytes(members) for lines in timed.by_messages())
-            numbers += [sent_bytes, timed.memory_bytes, timed.residual_bytes]
+            others = (timed.step_seconds(network, members)[0] for network in on_others)
+            seconds = *timed.step_seconds(link.transfer, members), *others
+            numbers += [timed.wire_bytes(members), timed.memory_bytes, timed.residual_bytes]
             numbers += [inside_seconds + taken for taken in seconds]
         # In one message. Equal on all processes, so that all choose the same, although shards' bytes differ.
         means = iter(self.mean_over_processes(numbers))
